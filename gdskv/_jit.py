@@ -1,0 +1,50 @@
+"""``jit``: Numba's ``njit`` with its compiled code kept on disk where that is possible.
+
+Knows Numba only and must not import anything of the project, because ``table`` uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import numba
+
+__all__ = ["jit"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def jit(function: F, /) -> F: ...
+
+
+@overload
+def jit(*, cache: bool = True, **options: Any) -> Callable[[F], F]: ...
+
+
+def jit(function: F | None = None, /, *, cache: bool = True, **options: Any) -> F | Callable[[F], F]:
+    """Compile a function with ``numba.njit``, cached on disk by default.
+
+    Use it bare (``@jit``) or with the options of ``numba.njit`` (``@jit(nogil=True)``).
+
+    Parameters
+    ----------
+    cache
+        Keep the machine code beside the source, or in Numba's user cache. Where neither can be written, as in a
+        read-only installation of a user without a home, the function is compiled anew in each process instead of
+        failing at import.
+    **options
+        Handed to ``numba.njit``: ``nogil``, ``inline``, ``fastmath``, ``boundscheck``, ...
+    """
+
+    def decorate(target: F) -> F:
+        if cache:
+            try:
+                return numba.njit(cache=True, **options)(target)  # type: ignore[no-any-return]
+            except RuntimeError as error:  # Numba looks for a writable folder when it decorates
+                if "cannot cache function" not in str(error):
+                    raise
+        return numba.njit(**options)(target)  # type: ignore[no-any-return]
+
+    return decorate if function is None else decorate(function)
