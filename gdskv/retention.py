@@ -200,7 +200,7 @@ def _nanoseconds(name: str, ttl: object) -> int:
         raise RetentionError(f"{name}={ttl!r} is no time. Give seconds, a timedelta, or None for no deadline.")
     if not 0 < seconds <= MAX_TTL or math.isnan(seconds):
         raise RetentionError(
-            f"{name}={ttl!r} is not above 0 and at most {MAX_TTL:.0f} seconds. Give such a time, or None for no deadline."
+            f"{name}={ttl!r} is not above 0 and at most {MAX_TTL:.0f} seconds. Give such a time, or None for none."
         )
     return max(1, round(seconds * 1e9))  # 0 means none
 

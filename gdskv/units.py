@@ -64,11 +64,11 @@ def parse_size(value: str | float | SupportsIndex) -> int:
     return size
 
 
-def format_size(size: float) -> str:
-    """Write bytes for people: exact where a unit divides them (``2TiB``), else with two decimals (``1.40TiB``)."""
-    sign, size = ("-", -size) if size < 0 else ("", size)
-    power = 0
-    while power + 1 < len(_BINARY) and size >= 1024 ** (power + 1):
-        power += 1
-    scaled = size / 1024**power
-    return f"{sign}{scaled:.0f}{_BINARY[power]}" if scaled == int(scaled) else f"{sign}{scaled:.2f}{_BINARY[power]}"
+def format_size(size: int) -> str:
+    """Write bytes for people: exact where a unit divides them (``2TiB``), else cut to two decimals (``1.39TiB``)."""
+    sign, size = ("-", -size) if size < 0 else ("", int(size))
+    power = max(0, min((size.bit_length() - 1) // 10, len(_BINARY) - 1))
+    unit = 1024**power
+    if size % unit == 0:
+        return f"{sign}{size // unit}{_BINARY[power]}"
+    return f"{sign}{size // unit}.{size * 100 // unit % 100:02}{_BINARY[power]}"

@@ -1,0 +1,302 @@
+"""`CacheConfig`: every setting, from keywords, ``GDSKV_*`` variables or a TOML file. `Sizing`: the blocks it gives.
+
+Knows settings only and must not open a directory, allocate memory or import what it configures.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from gdskv.errors import ConfigError
+from gdskv.layout import ALIGNMENT, KVLayout
+from gdskv.units import format_size, parse_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["CacheConfig", "Sizing"]
+
+TIERS = ("device", "host", "disk")
+MAX_BLOCKS = (1 << 31) - 1  # per tier: slot numbers are int32
+MAX_EXTENT = 1 << 30  # one preadv(2) moves less than 2 GiB
+
+
+def _split(value: object) -> object:
+    """Make a sequence of one directory, or of a variable's text, in which a colon separates as in PATH."""
+    if isinstance(value, str):
+        return tuple(Path(part).expanduser() for part in value.split(os.pathsep) if part)
+    if isinstance(value, os.PathLike):
+        return (Path(value).expanduser(),)
+    if not isinstance(value, Iterable) or not all(part and isinstance(part, (str, os.PathLike)) for part in value):
+        raise ConfigError(f"{value!r} is no list of directories. Write directories=['/nvme0/kv', '/nvme1/kv'].")
+    return tuple(Path(part).expanduser() for part in value)
+
+
+def _apart(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    real = [os.path.realpath(path) for path in directories]
+    for index, path in enumerate(real):
+        if path in real[:index]:
+            raise ConfigError(
+                f"{[str(d) for d in directories]} holds {directories[index]} twice ({path}). Name each directory once."
+            )
+    return directories
+
+
+def _share_or_size(value: object) -> float | int:
+    number: Any = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = parse_size(value)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+        raise ConfigError(f"{value!r} is neither a share nor a size. Write 0 up to 1 for a share, or '10GiB'.")
+    return float(number) if number < 1 else parse_size(number)
+
+
+def _aligned(size: int) -> int:
+    if size % ALIGNMENT or not ALIGNMENT <= size <= MAX_EXTENT:
+        raise ConfigError(
+            f"{size} is no multiple of {ALIGNMENT} from {format_size(ALIGNMENT)} to {format_size(MAX_EXTENT)}. "
+            "Write a size such as '2MiB'."
+        )
+    return size
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Threads = Annotated[int, Field(ge=0, le=256)]
+
+
+class CacheConfig(BaseSettings):
+    """Settings of a cache. Keywords win over ``GDSKV_*`` variables, those over a TOML file (`from_toml`).
+
+    Sizes are bytes or text such as ``"64GiB"``. A tier of 0 bytes is absent.
+
+    Parameters
+    ----------
+    device_bytes, host_bytes, disk_bytes
+        What each tier may hold, allocated at open.
+    directories
+        Where the disk tier lies, one per drive. In a variable a colon separates them.
+    min_free
+        What must stay free on each directory's file system: a share (below 1), or a size.
+    device
+        The torch device of the device pool, such as ``"cpu"`` or ``"cuda:0"``.
+    host_clean
+        Share of the host blocks that is kept on disk too, ahead of need, so that they can go at once.
+    policy
+        Order of eviction among equals: ``"lru"``, least recently used first.
+    spill
+        What is worth writing to disk: ``"all"``, ``"reused"`` (used again at least once) or ``"retained"``.
+    retained_fraction
+        Share of a tier that blocks with a live deadline may hold as such.
+    tenant_fraction
+        Share of that budget that one tenant may hold.
+    on_expiry
+        ``"demote"``: an expired block is an ordinary one. ``"forget"``: it stops matching at once.
+    protect_unexpired
+        Whether a full tier of live retained blocks refuses new ones instead of giving up the earliest deadline.
+    checksums
+        Whether payloads carry a CRC-32C that is verified on load.
+    read_threads, write_threads
+        I/O threads per directory; 0: chosen by the I/O engine.
+    queue_depth
+        Transfers in flight per directory.
+    write_queue
+        Blocks that may wait to be written before further best-effort spills are shed.
+    max_extent
+        The largest transfer that neighbouring blocks are joined to.
+    stripe_width
+        Directories over which one allocation is cut at most.
+
+    Raises
+    ------
+    ConfigError
+        A value is wrong, a name is unknown, or two settings contradict each other. One line for each.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="GDSKV_", extra="forbid", frozen=True)
+
+    device_bytes: Size = 0
+    host_bytes: Size = 0
+    disk_bytes: Size = 0
+    directories: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split), AfterValidator(_apart)] = ()
+    min_free: Annotated[float | int, PlainValidator(_share_or_size)] = 0.05
+    device: Annotated[str, Field(pattern=r"^[a-z]+(:[0-9]+)?$")] = "cpu"
+    host_clean: Share = 0.10
+    policy: Literal["lru"] = "lru"
+    spill: Literal["all", "reused", "retained"] = "all"
+    retained_fraction: Share = 0.5
+    tenant_fraction: Share = 1.0
+    on_expiry: Literal["demote", "forget"] = "demote"
+    protect_unexpired: bool = False
+    checksums: bool = True
+    read_threads: Threads = 0
+    write_threads: Threads = 0
+    queue_depth: Annotated[int, Field(ge=16, le=65536)] = 4096
+    write_queue: Annotated[int, Field(ge=1)] = 4096
+    max_extent: Annotated[Size, AfterValidator(_aligned)] = 2 << 20
+    stripe_width: Annotated[int, Field(ge=1)] = 4
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, *, _toml: str | os.PathLike[str] | None = None, **values: Any) -> None:
+        variables = {name.lower(): name for name in os.environ}
+        sources = dict.fromkeys(type(self).model_fields, "default")
+        sources |= {n: f"variable {variables[f'gdskv_{n}']}" for n in sources if f"gdskv_{n}" in variables}
+        sources |= dict.fromkeys(values, "keyword")
+        if _toml is not None:
+            in_file = _read_toml(_toml)
+            # A variable wins over the file; pydantic would let what is passed here win over the variable.
+            used = {name: value for name, value in in_file.items() if sources.get(name, "default") == "default"}
+            sources |= dict.fromkeys(used, f"file {os.fspath(_toml)}")
+            values = used | values
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines = [_explain(type(self), dict(one), sources) for one in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+        self._sources = sources
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], **values: Any) -> CacheConfig:
+        """Read settings from a TOML file of ``name = value`` lines, under keywords and ``GDSKV_*`` variables.
+
+        Raises
+        ------
+        ConfigError
+            The file cannot be read, is no TOML, or holds a wrong value.
+        """
+        return cls(_toml=path, **values)
+
+    @model_validator(mode="after")
+    def _check(self) -> CacheConfig:
+        if self.disk_bytes and not self.directories:
+            raise ConfigError(
+                f"disk_bytes={format_size(self.disk_bytes)} has no place: directories is empty. "
+                "Name one directory per drive, or set disk_bytes=0."
+            )
+        return self
+
+    def sources(self) -> dict[str, str]:
+        """Return where each setting came from: ``keyword``, ``variable GDSKV_X``, ``file kv.toml`` or ``default``."""
+        return dict(self._sources)
+
+    def sizing(self, layout: KVLayout) -> Sizing:
+        """Return how many blocks of that layout each tier holds, rounded down to whole blocks.
+
+        Raises
+        ------
+        ConfigError
+            A tier is smaller than one block, holds 2**31 blocks or more, or has less than one block per directory.
+        """
+        slot = layout.slot_bytes
+        asked = {tier: int(getattr(self, f"{tier}_bytes")) for tier in TIERS}
+        blocks = {tier: size // slot for tier, size in asked.items()}
+        for tier, size in asked.items():
+            shown = f"{tier}_bytes={format_size(size)}"
+            least = max(1, len(self.directories)) if tier == "disk" else 1
+            if size and blocks[tier] < least:
+                what = "one block" if least == 1 else f"one block for each of {least} directories"
+                raise ConfigError(
+                    f"{shown} is less than {what}, {format_size(least * slot)}. "
+                    f"Set {tier}_bytes to at least {least * slot}, or to 0 for no {tier} tier."
+                )
+            if blocks[tier] > MAX_BLOCKS:
+                raise ConfigError(
+                    f"{shown} makes {blocks[tier]} blocks; the limit is {MAX_BLOCKS}. "
+                    f"Use more tokens per block, or set {tier}_bytes to at most {format_size(MAX_BLOCKS * slot)}."
+                )
+        return Sizing(
+            block_bytes=layout.block_bytes,
+            slot_bytes=slot,
+            **{f"{tier}_blocks": blocks[tier] for tier in TIERS},
+            **{f"{tier}_bytes_asked": asked[tier] for tier in TIERS},
+            **{f"{tier}_bytes_used": blocks[tier] * slot for tier in TIERS},
+        )
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """What settings give for one layout: whole blocks per tier, bytes asked for and bytes used. Prints as a table."""
+
+    block_bytes: int
+    slot_bytes: int
+    device_blocks: int
+    host_blocks: int
+    disk_blocks: int
+    device_bytes_asked: int
+    host_bytes_asked: int
+    disk_bytes_asked: int
+    device_bytes_used: int
+    host_bytes_used: int
+    disk_bytes_used: int
+
+    def __str__(self) -> str:
+        values = asdict(self)
+        lines = [f"{'tier':<8}{'blocks':>12}{'asked':>12}{'used':>12}{'rounded off':>13}"]
+        for tier in TIERS:
+            asked, used = values[f"{tier}_bytes_asked"], values[f"{tier}_bytes_used"]
+            shown = "".join(f"{format_size(size):>12}" for size in (asked, used))
+            lines.append(f"{tier:<8}{values[f'{tier}_blocks']:>12}{shown}{format_size(asked - used):>13}")
+        lines.append(f"a block is {format_size(self.block_bytes)}, in a slot of {format_size(self.slot_bytes)}")
+        return "\n".join(lines)
+
+
+def _read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            values: dict[str, Any] = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}. Name a readable TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(path)} is not TOML: {error}. Write lines such as disk_bytes = '1TiB'.") from None
+    return values
+
+
+def _explain(cls: type[CacheConfig], error: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """Write one of pydantic's errors as one line: the name and the value, the limit, the remedy."""
+    cause = error.get("ctx", {}).get("error")
+    if not error["loc"]:
+        return str(cause or error["msg"])
+    name, value, kind = str(error["loc"][0]), error["input"], error["type"]
+    source = sources.get(name, "keyword")
+    came = "" if source == "keyword" else f" ({source})"
+    if kind == "extra_forbidden":
+        near = get_close_matches(name, cls.model_fields, n=1)
+        remedy = f"Did you mean {near[0]}?" if near else f"The settings are {', '.join(cls.model_fields)}."
+        return f"{name}={value!r} is not a setting{came}. {remedy}"
+    if isinstance(cause, ConfigError):
+        return f"{name}={cause}{came}"
+    if kind == "literal_error":
+        allowed = str(error["ctx"]["expected"])
+    elif name == "device":
+        allowed = "'cpu', 'cuda' or 'cuda:0'"
+    elif kind.startswith("bool"):
+        allowed = "true or false"
+    else:
+        limits = cls.model_fields[name].metadata
+        least = next((limit.ge for limit in limits if hasattr(limit, "ge")), None)
+        most = next((limit.le for limit in limits if hasattr(limit, "le")), None)
+        allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+    return f"{name}={value!r} is not allowed{came}. Choose {allowed}."
