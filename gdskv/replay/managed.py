@@ -1,0 +1,99 @@
+"""A player on a ``BlockManager``: requests live in the device pool, the lower tiers serve what left it.
+
+Knows the manager's public calls only.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gdskv.replay import pattern
+from gdskv.replay.player import Keys, Plan, Tally
+from gdskv.replay.timing import Timing
+
+if TYPE_CHECKING:
+    from gdskv.manager import BlockManager, Rejected, Request
+
+__all__ = ["ManagedPlayer"]
+
+
+@dataclass(eq=False)
+class _Flight:
+    request: Request
+    keys: Keys
+    began_ns: int
+
+
+class ManagedPlayer:
+    """Begin, wait until ready, verify what was found, make what was missing, commit, release."""
+
+    def __init__(self, kv: BlockManager, plan: Plan) -> None:
+        self.tally = Tally(timings={name: Timing() for name in ("match", "load", "commit", "release", "poll")})
+        self._kv = kv
+        self._simulate = plan.simulate
+        # the manager always has a device tier; in a simulation it stands for the topmost one that was asked for
+        top = next(iter(plan.blocks))
+        self._names = (top, "host", "disk")
+
+    def start(self, keys: Keys, now: float) -> _Flight | None:
+        from gdskv.manager import Rejected
+
+        began_ns = time.perf_counter_ns()
+        answer = self._begin(keys, now)
+        wanted = len(keys)
+        if isinstance(answer, Rejected) and answer.limit < wanted:  # can never be had as a whole
+            keys = keys[: answer.limit]
+            answer = self._begin(keys, now)
+        if isinstance(answer, Rejected):
+            return None
+        self.tally.requests_cut += len(keys) < wanted
+        return _Flight(answer, keys, began_ns)
+
+    def advance(self, flight: _Flight, now: float) -> bool:
+        kv, tally, request = self._kv, self.tally, flight.request
+        if not kv.is_ready(request):
+            return False
+        found = request.cached_blocks
+        tiers = request.tiers[:found].tolist()
+        if any(tiers):
+            tally.timings["load"].since(flight.began_ns)
+        for tier, name in enumerate(self._names):
+            tally.hits[name] += tiers.count(tier)
+        tally.failed_blocks += len(request.failed)
+        tally.blocks_missing += len(flight.keys) - found
+        if not self._simulate:
+            self._check_and_fill(flight, found)
+        start = time.perf_counter_ns()
+        kv.commit(request, keys=flight.keys, now=now)
+        tally.timings["commit"].since(start)
+        start = time.perf_counter_ns()
+        kv.release(request, now=now)
+        tally.timings["release"].since(start)
+        return True
+
+    def poll(self, now: float) -> None:
+        start = time.perf_counter_ns()
+        self._kv.poll(now=now)
+        self.tally.timings["poll"].since(start)
+
+    def close(self) -> None:
+        self._kv.close()
+        self.tally.stats = self._kv.stats()
+
+    def _begin(self, keys: Keys, now: float) -> Request | Rejected:
+        start = time.perf_counter_ns()
+        answer = self._kv.begin(keys=keys, now=now)
+        self.tally.timings["match"].since(start)
+        return answer
+
+    def _check_and_fill(self, flight: _Flight, found: int) -> None:
+        pool, slots = self._kv.device_pool, flight.request.blocks.tolist()
+        for index, (slot, key) in enumerate(zip(slots, flight.keys, strict=True)):
+            block = pool.view(slot)
+            if index >= found:
+                pattern.fill(block, key)
+            else:
+                self.tally.verified_blocks += 1
+                self.tally.wrong_blocks += not pattern.holds(block, key)

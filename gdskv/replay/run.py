@@ -1,0 +1,73 @@
+"""Opens what a plan asks for, runs the trace against it and closes it again, with nothing left behind.
+
+Knows which player fits which tiers; it must not know how a player works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gdskv.config import CacheConfig
+from gdskv.layout import KVLayout, Namespace
+from gdskv.replay.player import Plan, Player, Tally, play
+from gdskv.replay.traces import Trace
+
+__all__ = ["run"]
+
+_NAMESPACE = Namespace(model="gdskv-replay")
+
+
+def run(trace: Trace, plan: Plan, *, io: Any = None, step: Callable[[int], None] = lambda done: None) -> Tally:
+    """Run ``trace`` against the tiers of ``plan``.
+
+    Parameters
+    ----------
+    trace, plan
+        What to run, and against what. Without a directory the disk tier lies in a temporary one.
+    io
+        Handed to the manager or the store: a callable that wraps its I/O engine.
+    step
+        Called with 1 for each request that has started.
+
+    Raises
+    ------
+    ConfigError, DirectoryError
+        The tiers cannot be had as planned.
+    """
+    layout = KVLayout.raw(plan.block_bytes)
+    blocks = plan.blocks
+    if plan.simulate:  # only the number of blocks matters; the topmost tier takes the place of the device tier
+        top = next(iter(blocks))
+        blocks = {"device": blocks.pop(top)} | blocks
+        io = "null"
+    with ExitStack() as stack:
+        directories = plan.directories
+        if "disk" in blocks and not directories:
+            directories = (Path(stack.enter_context(TemporaryDirectory(prefix="gdskv-replay-"))),)
+        config = CacheConfig(
+            device_bytes=blocks.get("device", 0) * layout.slot_bytes,
+            host_bytes=blocks.get("host", 0) * layout.slot_bytes,
+            disk_bytes=blocks.get("disk", 0) * layout.slot_bytes,
+            directories=directories,
+            policy=plan.policy,  # type: ignore[arg-type]  # checked there
+        )
+        player: Player
+        if "device" in blocks:
+            from gdskv.manager import BlockManager
+            from gdskv.replay.managed import ManagedPlayer
+
+            player = ManagedPlayer(BlockManager(config, layout, _NAMESPACE, io=io), plan)
+        else:
+            from gdskv.replay.stored import StoredPlayer
+            from gdskv.store import KVStore
+
+            player = StoredPlayer(KVStore(config, layout, _NAMESPACE, io=io), plan)
+        try:
+            play(trace, player, plan, step)
+        finally:
+            player.close()
+    return player.tally
