@@ -1,0 +1,5 @@
+"""The ``gdskv`` command."""
+
+from gdskv.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,42 @@
+"""What the commands share: where text goes, how an error ends a command, progress, one JSON object.
+
+Results go to standard output, everything else to standard error. Knows no command.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+__all__ = ["out", "print_error", "print_json", "progress"]
+
+out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+
+def print_error(message: str) -> None:
+    """Write one line about what is wrong to standard error."""
+    _err.print("error:", style="bold red", end=" ")
+    _err.print(" ".join(message.split()), markup=False, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Write ``value`` as the one JSON object on standard output."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error while the block runs, on a terminal only; yields a function that adds to it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=_err, transient=True, disable=not _err.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,156 @@
+"""``gdskv replay``: a trace against the tiers, with every loaded block compared with what its key must hold.
+
+Reads options and shows the report; what happens in between is ``gdskv.replay``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from gdskv.cli import console
+
+if TYPE_CHECKING:
+    from gdskv.replay.player import Plan, Tally
+    from gdskv.replay.traces import Trace
+
+__all__ = ["replay"]
+
+_GENERATED_REQUESTS = 2000
+
+
+def replay(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Trace file, one JSON object a line; a made-up one if none is given.")
+    ] = None,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Decisions only: no bytes, no files.")] = False,
+    policy: Annotated[str, typer.Option(help="Order of eviction among equals.")] = "lru",
+    device_blocks: Annotated[int, typer.Option(help="Blocks of the device tier; 0: no such tier.")] = 0,
+    host_blocks: Annotated[int, typer.Option(help="Blocks of the host tier.")] = 0,
+    disk_blocks: Annotated[int, typer.Option(help="Blocks of the disk tier.")] = 0,
+    block_bytes: Annotated[str, typer.Option(help="Bytes of a block, such as 64KiB.")] = "64KiB",
+    block_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a block, if not the schema's own (512; Qwen-Bailian 16).")
+    ] = None,
+    directory: Annotated[
+        list[Path] | None, typer.Option("--dir", help="Directory of the disk tier, again for more; a temporary one.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run at most that many requests.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
+    speed: Annotated[float, typer.Option(help="Factor of the trace's own time; 0: as fast as it goes.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the made-up trace.")] = 0,
+    skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count broken lines and go on.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run a trace against the tiers and say what was found where.
+
+    A request finds its longest cached run of blocks from the first. What was loaded is compared with what its key
+    must hold, what is missing is made and inserted. Exit code 1 if any block was wrong.
+    """
+    from gdskv.errors import ConfigError
+    from gdskv.replay.generator import generate_trace
+    from gdskv.replay.player import Plan
+    from gdskv.replay.run import run
+    from gdskv.replay.traces import read_trace
+    from gdskv.units import parse_size
+
+    if block_tokens is not None and block_tokens < 1:
+        raise ConfigError(f"block_tokens={block_tokens} is below 1. Give the tokens that one hash id stands for.")
+    plan = Plan(
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        disk_blocks=disk_blocks,
+        block_bytes=parse_size(block_bytes),
+        directories=tuple(directory or ()),
+        policy=policy,
+        simulate=simulate,
+        concurrency=concurrency,
+        speed=speed,
+    )
+    if trace is None:
+        loaded = generate_trace(limit or _GENERATED_REQUESTS, seed)
+        name = f"generated (seed {seed})"
+        if block_tokens is not None:
+            loaded = loaded._replace(block_tokens=block_tokens)
+    else:
+        loaded = read_trace(trace, block_tokens=block_tokens, limit=limit, skip_bad_lines=skip_bad_lines)
+        name = str(trace)
+    with console.progress("replay", len(loaded.requests)) as step:
+        tally = run(loaded, plan, step=step)
+    report = _report(name, loaded, plan, tally)
+    if json:
+        console.print_json(report)
+    else:
+        _show(report)
+    if tally.wrong_blocks:
+        raise typer.Exit(1)
+
+
+def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]:
+    hits = {tier: tally.hits[tier] for tier in ("device", "host", "disk")}
+    return {
+        "trace": name,
+        "simulate": plan.simulate,
+        "policy": plan.policy,
+        "tiers": plan.blocks,
+        "block_bytes": plan.block_bytes,
+        "block_tokens": trace.block_tokens,
+        "requests": tally.requests,
+        "requests_cut": tally.requests_cut,
+        "bad_lines": trace.bad_lines,
+        "blocks_asked": tally.blocks_asked,
+        "hit_ratio": sum(hits.values()) / max(tally.blocks_asked, 1),
+        **{f"hits_{tier}": count for tier, count in hits.items()},
+        "tokens_reused": sum(hits.values()) * trace.block_tokens,
+        "blocks_written": 0,
+        "bytes_read": 0,
+        "bytes_written": 0,
+        "verified_blocks": tally.verified_blocks,
+        "wrong_blocks": tally.wrong_blocks,
+        "failed_blocks": tally.failed_blocks,
+        "elapsed_s": round(tally.elapsed_s, 3),
+        "us": {call: timing.percentiles() for call, timing in tally.timings.items()},
+        "counters": tally.stats,
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    asked = max(report["blocks_asked"], 1)
+    found = Table(
+        "tier",
+        "blocks",
+        "hits",
+        "share of blocks asked",
+        title=f"hits of {report['trace']}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for column in found.columns[1:]:
+        column.justify = "right"
+    for tier, blocks in report["tiers"].items():
+        hits = report[f"hits_{tier}"]
+        found.add_row(tier, f"{blocks:,}", f"{hits:,}", f"{hits / asked:.4f}")
+    console.out.print(found)
+    times = Table("call", "p50", "p99", "p99.9", title="time per call in µs", title_justify="left", box=SIMPLE_HEAD)
+    for column in times.columns[1:]:
+        column.justify = "right"
+    for call, percentiles in report["us"].items():
+        if percentiles is not None:
+            times.add_row(call, *(f"{value:,.1f}" for value in percentiles.values()))
+    console.out.print(times)
+    gib = 1 << 30
+    console.out.print(
+        f"{report['requests']:,} requests in {report['elapsed_s']:.1f} s asked for {report['blocks_asked']:,} blocks "
+        f"and found {report['hit_ratio']:.1%}; {report['bytes_written'] / gib:.2f} GiB written, "
+        f"{report['bytes_read'] / gib:.2f} GiB read."
+    )
+    if not report["simulate"]:
+        wrong = report["wrong_blocks"]
+        console.out.print(
+            f"{report['verified_blocks']:,} loaded blocks were compared with what their keys must hold; "
+            + (f"[bold red]{wrong:,} were wrong[/]." if wrong else "none was wrong.")
+        )
