@@ -197,21 +197,17 @@ def _tokens(token_ids: TokenIds) -> npt.NDArray[np.uint32]:
         source = source.detach().cpu().numpy()
     try:
         ids = np.asarray(source)
-    except (OverflowError, TypeError, ValueError):
-        ids = np.empty(0, dtype=object)
-        source = source or [None]
+    except (OverflowError, ValueError):  # nested lists of unequal length
+        ids = np.asarray(None)
     if ids.ndim != 1:
-        raise KeyFormatError(f"token_ids has shape {ids.shape}; one sequence is needed. Pass one row of it.")
-    if ids.size == 0 and len(source) == 0:
-        return np.empty(0, dtype="<u4")
-    if ids.dtype.kind not in "iu":
-        index, value = next(((i, v) for i, v in enumerate(source) if not _is_id(v)), (0, source[0]))
-    else:
-        if ids.min() >= 0 and ids.max() < 1 << 32:
-            return ids.astype("<u4", copy=False)
-        index = int(np.flatnonzero((ids < 0) | (ids >= 1 << 32))[0])
-        value = ids[index]
-    raise KeyFormatError(f"token_ids[{index}]={value} is not a token id. Ids are whole numbers from 0 to {2**32 - 1}.")
+        raise KeyFormatError(f"token_ids has shape {ids.shape}; one sequence is needed. Pass a list or one row of ids.")
+    if ids.size and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < 1 << 32):
+        for index, value in enumerate(source):
+            if not _is_id(value):
+                raise KeyFormatError(
+                    f"token_ids[{index}]={value!r} is not a token id. Pass whole numbers from 0 to {2**32 - 1}."
+                )
+    return ids.astype("<u4", copy=False)
 
 
 def _is_id(value: object) -> bool:

@@ -241,14 +241,12 @@ def _canonical(rope: object) -> str:
 
 
 def _pairs(extra: object) -> tuple[tuple[str, str], ...]:
-    try:
-        pairs = tuple(sorted((name, value) for name, value in extra))  # type: ignore[attr-defined]
-        if not all(isinstance(text, str) for pair in pairs for text in pair):
-            raise TypeError
-    except (TypeError, ValueError):
-        raise LayoutError(f"extra={extra!r} is not pairs of text. Write (('name', 'value'),).") from None
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
+    pairs: list[tuple[str, str]] = []
+    for pair in extra if isinstance(extra, (tuple, list)) else [extra]:
+        if not isinstance(pair, (tuple, list)) or [type(text) for text in pair] != [str, str]:
+            raise LayoutError(f"extra={extra!r} is not pairs of text. Write (('name', 'value'),).")
+        name, value = pair
+        if any(name == earlier for earlier, _ in pairs):
             raise LayoutError(f"extra names {name!r} twice. Give each name once.")
-    return pairs
+        pairs.append((name, value))
+    return tuple(sorted(pairs))
