@@ -1,0 +1,282 @@
+"""``BlockTable``: the jitted plans behind one object, with arrays of the right size and errors for wrong callers.
+
+Adds no decision of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import entries, moves, plan
+from .check import WRONG, check
+from .state import (
+    BASE,
+    CAP,
+    CHECKS,
+    CLEAN_WINDOW,
+    COUNTERS,
+    DEVICE,
+    DISK,
+    GRACE_NS,
+    HOST,
+    NBAD,
+    NBADROWS,
+    NFREE,
+    NLAUNCHED,
+    NLEASED,
+    NOW,
+    NUSED,
+    NWRITING,
+    NXDEF,
+    NXFREE,
+    PROTECT,
+    RETRY_NS,
+    SPILL,
+    SPILL_ALL,
+    SPILL_RETAINED,
+    SPILL_REUSED,
+    TIERS,
+    WRITE_LIMIT,
+    XCAP,
+    new_arrays,
+)
+
+Keys = NDArray[np.uint64]
+SWEEP = 64  # deadlines acted on per call, tier and kind
+CLEAN_WINDOW_MOST = 1024  # host blocks looked at per call
+_SPILL = {"all": SPILL_ALL, "reused": SPILL_REUSED, "retained": SPILL_RETAINED}
+_WHY = {plan.NO_SLOTS: "slots", plan.NO_TRANSFERS: "transfers"}
+
+
+class Begun(NamedTuple):
+    """A request's blocks, as planned."""
+
+    matched: int  # blocks found, from the first
+    entries: NDArray[np.int32]  # per matched block
+    tiers: NDArray[np.int8]  # per matched block: where it was found
+    slots: NDArray[np.int32]  # device slot per block
+    need_w: NDArray[np.uint32]  # scoreboard: what `landed` waits for
+    need_r: NDArray[np.uint32]
+
+
+class Rejection(NamedTuple):
+    """Why nothing was planned: what is short, how much there is, and how much of it is in use."""
+
+    reason: str
+    limit: int
+    in_use: int
+
+
+class BlockTable:
+    """Index, order of eviction, leases, deadlines and scoreboard of three tiers.
+
+    Every call takes a whole batch of keys and does bounded work in memory. Times are nanoseconds and never step back.
+
+    Parameters
+    ----------
+    device_blocks, host_blocks, disk_blocks : int
+        Slots per tier; 0 = absent. 0 <= each, at least one > 0.
+    transfers : int
+        Transfers planned or in flight at once; by default enough for every slot in memory and `write_limit`.
+    write_limit : int
+        Blocks waiting to be written to disk, above which best-effort spills are shed.
+    host_clean : float
+        Share of the host slots, those next to leave, that are written to disk ahead of need.
+    spill : {"all", "reused", "retained"}
+        Which blocks are worth writing.
+    protect_unexpired : bool
+        A disk full of live retained blocks refuses new ones.
+    checksums : bool
+        Compare the CRC-32C of what was read with what was written.
+    retry_after, orphan_grace : float
+        Seconds until a block is tried again after a transient read error; until an orphan loses its place.
+    """
+
+    def __init__(
+        self,
+        device_blocks: int,
+        host_blocks: int,
+        disk_blocks: int,
+        *,
+        transfers: int = 0,
+        write_limit: int = 4096,
+        host_clean: float = 0.1,
+        spill: str = "all",
+        protect_unexpired: bool = False,
+        checksums: bool = True,
+        retry_after: float = 1.0,
+        orphan_grace: float = 30.0,
+    ) -> None:
+        memory = device_blocks + host_blocks
+        self.transfers = transfers or max(4096, 4 * memory + 4 * write_limit)
+        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers)
+        a.m[WRITE_LIMIT] = write_limit
+        a.m[SPILL] = _SPILL[spill]
+        a.m[PROTECT] = protect_unexpired
+        a.m[CHECKS] = checksums
+        a.m[CLEAN_WINDOW] = min(CLEAN_WINDOW_MOST, int(host_clean * host_blocks))
+        a.m[RETRY_NS] = int(retry_after * 1e9)
+        a.m[GRACE_NS] = int(orphan_grace * 1e9)
+        self.tickets_done = np.zeros(max(1, self.transfers), np.int64)
+        self._failed = np.zeros((self.transfers, 2), np.int64)
+        self._result = np.zeros(8, np.int64)
+
+    def capacity(self, tier: int) -> int:
+        """Slots of a tier."""
+        return int(self.arrays.m[CAP + tier])
+
+    def base(self, tier: int) -> int:
+        """Number of a tier's first slot among the slots of all tiers."""
+        return int(self.arrays.m[BASE + tier])
+
+    @property
+    def launched(self) -> int:
+        """Transfers handed out by `launch` and not completed."""
+        return int(self.arrays.m[NLAUNCHED])
+
+    @property
+    def deferred(self) -> int:
+        """Transfers planned and not handed out."""
+        return int(self.arrays.m[NXDEF])
+
+    @property
+    def writing(self) -> int:
+        """Blocks on their way to disk."""
+        return int(self.arrays.m[NWRITING])
+
+    def advance(self, now: int) -> None:
+        """Let time be `now`, ns, and act on a bounded number of deadlines that have passed."""
+        plan.advance(self.arrays, now)
+        entries.sweep(self.arrays, SWEEP)
+
+    def match(self, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.int8]]:
+        """Entry and tier of each block of the longest run that can be served. Holds nothing."""
+        ents, tiers = np.empty(len(keys), np.int32), np.empty(len(keys), np.int8)
+        n = plan.match(self.arrays, keys, len(keys), ents, tiers)
+        return ents[:n], tiers[:n]
+
+    def begin(self, keys: Keys, total: int) -> Begun | Rejection:
+        """Match keys and lease a device slot for each of `total` >= len(keys) blocks."""
+        a, n = self.arrays, len(keys)
+        if total > a.m[CAP + DEVICE]:
+            return Rejection("request is larger than the device tier", int(a.m[CAP + DEVICE]), total)
+        ents, tiers = np.empty(n, np.int32), np.empty(n, np.int8)
+        slots = np.empty(total, np.int32)
+        need = np.empty((2, total), np.uint32)
+        why = plan.begin(a, keys, n, total, ents, tiers, slots, need[0], need[1], self._result)
+        if why == plan.NO_SLOTS:
+            return Rejection("device slots are leased", int(a.m[CAP + DEVICE]), int(a.m[NLEASED + DEVICE]))
+        if why == plan.NO_TRANSFERS:
+            return Rejection("transfers are in flight", int(a.m[XCAP]), int(a.m[XCAP] - a.m[NXFREE]))
+        m = int(self._result[0])
+        return Begun(m, ents[:m], tiers[:m], slots, need[0], need[1])
+
+    def landed(self, begun: Begun, start: int) -> int:
+        """First block, from `start`, whose slot is not to be used yet; the number of blocks if there is none."""
+        return int(moves.landed(self.arrays, begun.slots, begun.need_w, begun.need_r, start, len(begun.slots)))
+
+    def lost(self, begun: Begun) -> NDArray[np.int64]:
+        """Indices of the matched blocks that did not arrive."""
+        out = np.empty(begun.matched, np.int64)
+        return out[: moves.lost(self.arrays, begun.slots, begun.need_w, begun.matched, out)]
+
+    def commit(
+        self,
+        keys: Keys,
+        slots: NDArray[np.int32],
+        priority: NDArray[np.uint8],
+        ttl: NDArray[np.int64],
+        forget: bool,
+    ) -> int:
+        """Blocks `keys`, a chain from its root, computed in the leased device `slots`, become findable. `ttl` in ns, 0 =
+        none. Returns how many were new; -1 - i if slot i holds another block's content."""
+        ents = np.empty(len(keys), np.int32)
+        return int(plan.commit(self.arrays, keys, slots, len(keys), priority, ttl, forget, ents))
+
+    def release(self, slots: NDArray[np.int32]) -> None:
+        """End one hold on each of these device slots."""
+        plan.release(self.arrays, slots, len(slots))
+
+    def prefetch(self, keys: Keys, most: int) -> int:
+        """Plan reads of blocks that are on disk alone into host."""
+        if self.capacity(HOST) == 0:
+            return 0
+        ents, tiers = np.empty(len(keys), np.int32), np.empty(len(keys), np.int8)
+        return int(plan.prefetch(self.arrays, keys, len(keys), most, ents, tiers))
+
+    def find(self, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]]:
+        """Match and lease: entry, tier and slot of each block."""
+        n = len(keys)
+        ents, tiers, held = np.empty(n, np.int32), np.empty(n, np.int8), np.empty(n, np.int32)
+        m = plan.find(self.arrays, keys, n, ents, tiers, held)
+        return ents[:m], tiers[:m], held[:m]
+
+    def leave(self, tiers: NDArray[np.int8], held: NDArray[np.int32]) -> None:
+        """End the leases of `find`."""
+        plan.leave(self.arrays, tiers, held, len(held))
+
+    def load(
+        self,
+        ents: NDArray[np.int32],
+        tiers: NDArray[np.int8],
+        held: NDArray[np.int32],
+        addresses: NDArray[np.uint64],
+        ticket: int,
+    ) -> NDArray[np.int64] | None:
+        """Plan reads of leased blocks to the caller's memory; indices of those lost meanwhile, or None if there are not
+        enough transfers left."""
+        if len(held) > self.arrays.m[NXFREE]:
+            return None
+        gone = np.empty(len(held), np.int64)
+        self.tickets_done[ticket] = 0
+        return gone[: plan.load(self.arrays, ents, tiers, held, addresses, len(held), ticket, gone)]
+
+    def store(
+        self,
+        keys: Keys,
+        addresses: NDArray[np.uint64],
+        priority: NDArray[np.uint8],
+        ttl: NDArray[np.int64],
+        forget: bool,
+        ticket: int,
+    ) -> tuple[int, int]:
+        """Take a chain from the caller's memory: blocks cached once done, and transfers planned for it."""
+        ents = np.empty(len(keys), np.int32)
+        self.tickets_done[ticket] = 0
+        args = (self.arrays, keys, addresses, len(keys), priority, ttl, forget, ticket, ents, self._result)
+        return int(plan.store(*args)), int(self._result[0])
+
+    def launch(self, room: int, out: NDArray[np.int32]) -> tuple[int, NDArray[np.int64]]:
+        """Transfers that may start now, into `out`; and [ticket, index] of those that can never start."""
+        n = moves.launch(self.arrays, min(room, len(out)), out, self._failed, self.tickets_done)
+        return int(n), self._failed[: self.arrays.m[NBADROWS]].copy()
+
+    def complete(self, results: NDArray[Any], count: int, length: int) -> NDArray[np.int64]:
+        """Take in results of the I/O engine (fields tag, moved, crc), each of which should have moved `length` bytes;
+        [ticket, index] of those that failed."""
+        return self._failed[
+            : moves.complete(self.arrays, results, count, length, self._failed, self.tickets_done)
+        ].copy()
+
+    def counters(self) -> dict[str, int]:
+        """What has happened since the table was made, and how full it is."""
+        a = self.arrays
+        out = {name: int(a.c[i]) for i, name in enumerate(COUNTERS)}
+        for t, tier in enumerate(TIERS):
+            for name, at in (("blocks", CAP), ("used", NUSED), ("free", NFREE), ("leased", NLEASED), ("bad", NBAD)):
+                out[f"{tier}_{name}"] = int(a.m[at + t])
+        out.update(in_flight=self.launched, deferred=self.deferred, writing=self.writing)
+        return out
+
+    def check(self, *, closed: bool = True, exclusive: bool = False) -> None:
+        """Raise AssertionError if counts, lists, leases, tree, index and scoreboard do not agree."""
+        a = self.arrays
+        wrong = check(a, closed, exclusive)
+        if wrong:
+            raise AssertionError(f"block table at {int(a.m[NOW])} ns: {WRONG[wrong]}")
+
+
+__all__ = ["DEVICE", "DISK", "HOST", "Begun", "BlockTable", "Rejection"]

@@ -1,0 +1,672 @@
+"""Plans: a whole request at a time, which slots change hands and which transfers follow.
+
+Each plan decides from the calls made so far and nothing else: not from the clock, not from what I/O has finished. Rows of
+`tmp` used as scratch: 0 device slots, 1 host slots, 2 entries to spill, 3 disk slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gdskv._jit import jit
+
+from . import entries, index, order, slots
+from .moves import issue
+from .state import (
+    C_CLEANED,
+    C_COMMITTED,
+    C_DROPPED_CLEAN,
+    C_DROPPED_LAST,
+    C_DROPPED_UNWORTHY,
+    C_DUPLICATES,
+    C_EVICTED,
+    C_JOINED,
+    C_MATCHED,
+    C_OFFLOADS,
+    C_ONBOARDS_DISK,
+    C_ONBOARDS_HOST,
+    C_PREFETCHES,
+    C_REFUSED_PROTECTED,
+    C_REJECTED,
+    C_RETAINED_WRITES,
+    C_SHED_NO_SLOT,
+    C_SHED_QUEUE,
+    C_SPILLS,
+    CALLER_TO_DISK,
+    CALLER_TO_HOST,
+    CAP,
+    CLEAN_WINDOW,
+    CLOCK,
+    DEVICE,
+    DEVICE_TO_DISK,
+    DEVICE_TO_HOST,
+    DISK,
+    DISK_TO_CALLER,
+    DISK_TO_DEVICE,
+    DISK_TO_HOST,
+    FILLING,
+    HOST,
+    HOST_TO_CALLER,
+    HOST_TO_DEVICE,
+    HOST_TO_DISK,
+    LISTS,
+    MARK,
+    NFREE,
+    NHEAP,
+    NLEASED,
+    NLISTED,
+    NONE,
+    NOW,
+    NWRITING,
+    NXFREE,
+    PROTECT,
+    READY,
+    SPILL,
+    SPILL_ALL,
+    SPILL_REUSED,
+    UNLISTED,
+    WRITE_LIMIT,
+    XKEEP,
+    Arrays,
+)
+
+OK, NO_SLOTS, NO_TRANSFERS = 0, 1, 2
+NOT_THESE = -1  # commit: this, less the index of the block whose slot holds other content
+_NO_ADDRESS = np.uint64(0)
+
+
+@jit
+def advance(a: Arrays, now: int) -> None:
+    """Let the table's time be `now`, ns; it never steps back."""
+    if now > a.m[NOW]:
+        a.m[NOW] = now
+
+
+@jit
+def serving_tier(a: Arrays, n: int) -> int:
+    """Best tier that can serve entry `n`, or NONE."""
+    if a.e[n].slot[DEVICE] != NONE:
+        return DEVICE
+    if a.e[n].slot[HOST] != NONE:
+        return HOST
+    g = a.e[n].slot[DISK]
+    if g != NONE and a.s[g].retry_at <= a.m[NOW]:
+        return DISK
+    return NONE
+
+
+@jit
+def match(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray) -> int:
+    """Longest run of keys from the first that can be served; entry and tier of each. Changes nothing."""
+    for i in range(n):
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        if e == NONE or order.forgotten(a, e, a.m[NOW]):
+            return i
+        if i > 0 and a.e[e].parent != ents[i - 1]:
+            return i
+        t = serving_tier(a, e)
+        if t == NONE:
+            return i
+        ents[i], tiers[i] = e, t
+    return n
+
+
+@jit
+def _touch(a: Arrays, ents: np.ndarray, n: int) -> None:
+    a.m[CLOCK] += 1
+    for i in range(n - 1, -1, -1):
+        e = ents[i]
+        a.e[e].uses += np.uint32(1)
+        a.e[e].last = a.m[CLOCK]
+        for t in range(3):
+            if a.e[e].slot[t] != NONE:
+                order.touch(a, t, a.e[e].slot[t])
+
+
+# ---- to disk
+
+
+@jit
+def _worth(a: Arrays, n: int) -> bool:
+    mode = a.m[SPILL]
+    if mode == SPILL_ALL or a.e[n].deadline > a.m[NOW]:
+        return True
+    return mode == SPILL_REUSED and a.e[n].uses >= 2
+
+
+@jit
+def _gather(a: Arrays, n: int, m: int) -> int:
+    """Add entry `n` and those of its ancestors that are not on disk to the `m` entries to spill, root first."""
+    depth, p = 0, n
+    while p != NONE and a.e[p].slot[DISK] == NONE and (a.e[p].flags & np.uint32(MARK)) == 0:
+        if order.orphan(a, p):  # its parent cannot be written first
+            return m
+        depth += 1
+        p = a.e[p].parent
+    at, q = m + depth - 1, n
+    while q != p:
+        a.tmp[2, at] = q
+        a.e[q].flags |= np.uint32(MARK)
+        at -= 1
+        q = a.e[q].parent
+    return m + depth
+
+
+@jit
+def _guard(a: Arrays, n: int, t: int, by: int) -> None:
+    """Keep entry `n` from being chosen in tier `t` while a child is about to join it there."""
+    if n != NONE:
+        a.l[n].kids[t] += by
+        if by < 0:
+            order.child_left(a, t, n)
+
+
+@jit
+def _pop(a: Arrays, t: int) -> int:
+    """Choose the next slot to leave; its block stays until `_unpop`, but its parent may be chosen after it."""
+    g = order.victim(a, t)
+    if g != NONE:
+        p = a.e[a.s[g].entry].parent
+        if p != NONE:
+            _guard(a, p, t, -1)
+    return g
+
+
+@jit
+def _unpop(a: Arrays, t: int, n: int) -> None:
+    p = a.e[n].parent
+    if p != NONE:
+        a.l[p].kids[t] += 1
+
+
+@jit
+def _take_leave(a: Arrays, t: int, n: int) -> None:
+    """Entry `n`, chosen by `_pop`, leaves tier `t`; its slot is in the plan's hands."""
+    _unpop(a, t, n)
+    gen = a.e[n].gen
+    entries.detach(a, n, t)
+    if a.e[n].gen != gen:
+        a.c[C_DROPPED_LAST] += 1
+
+
+@jit
+def _drop(a: Arrays, t: int, g: int) -> None:
+    """Slot `g`, chosen to leave tier `t`, is free; its block is gone from the tier."""
+    n = a.s[g].entry
+    gen = a.e[n].gen
+    a.c[C_EVICTED + t] += 1
+    entries.detach(a, n, t)
+    slots.give(a, t, g)
+    if a.e[n].gen != gen:
+        a.c[C_DROPPED_LAST] += 1
+
+
+@jit
+def _disk_room(a: Arrays, want: int) -> int:
+    """Free up to `want` disk slots; how many there are then."""
+    while a.m[NFREE + DISK] < want:
+        g = order.victim(a, DISK)
+        if g == NONE:
+            if a.m[PROTECT] != 0 and a.m[NHEAP + DISK] > 0:
+                a.c[C_REFUSED_PROTECTED] += want - a.m[NFREE + DISK]
+            break
+        _drop(a, DISK, g)
+    return min(want, a.m[NFREE + DISK])
+
+
+@jit
+def _to_disk(a: Arrays, m: int) -> int:
+    """Plan writes of the `m` gathered entries, root first, so that a block's parent is on disk before it. Returns how
+    many found room; the rest is shed and counted."""
+    if m == 0:
+        return 0
+    room = a.m[WRITE_LIMIT] - a.m[NWRITING]
+    want = 0
+    for i in range(m):
+        n = a.tmp[2, i]
+        a.e[n].flags &= ~np.uint32(MARK)
+        # Best effort up to the limit, retained blocks up to twice that.
+        if want == i and (i < room or (a.e[n].deadline > a.m[NOW] and i < room + a.m[WRITE_LIMIT])):
+            want += 1
+    want = min(want, max(0, a.m[NXFREE] - a.m[XKEEP]))
+    a.c[C_SHED_QUEUE] += m - want
+    for i in range(want):
+        _guard(a, a.e[a.tmp[2, i]].parent, DISK, 1)
+    got = _disk_room(a, want)
+    a.c[C_SHED_NO_SLOT] += want - got
+    slots.take(a, DISK, got, a.tmp[3], 0)
+    for i in range(got):
+        n, g = a.tmp[2, i], a.tmp[3, i]
+        h = a.e[n].slot[HOST]
+        entries.attach(a, n, DISK, g, FILLING)
+        if h != NONE:
+            issue(a, HOST_TO_DISK, h, g, n, _NO_ADDRESS, NONE, 0)
+        else:
+            issue(a, DEVICE_TO_DISK, a.e[n].slot[DEVICE], g, n, _NO_ADDRESS, NONE, 0)
+    for i in range(got - 1, -1, -1):
+        order.enlist(a, DISK, a.tmp[3, i])
+    for i in range(want):
+        _guard(a, a.e[a.tmp[2, i]].parent, DISK, -1)
+    a.c[C_SPILLS] += got
+    return got
+
+
+# ---- to host
+
+
+@jit
+def _host_room(a: Arrays, want: int) -> int:
+    """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or is written there."""
+    if a.m[CAP + HOST] == 0 or want == 0:
+        return 0
+    free = min(want, a.m[NFREE + HOST])
+    slots.take(a, HOST, free, a.tmp[1], 0)
+    got, m = free, 0
+    while got < want:
+        g = _pop(a, HOST)
+        if g == NONE:
+            break
+        a.tmp[1, got] = g
+        got += 1
+        n = a.s[g].entry
+        if a.e[n].slot[DISK] != NONE:
+            a.c[C_DROPPED_CLEAN] += 1
+        elif a.m[CAP + DISK] > 0:
+            if _worth(a, n):
+                m = _gather(a, n, m)
+            else:
+                a.c[C_DROPPED_UNWORTHY] += 1
+    _to_disk(a, m)
+    for i in range(free, got):
+        _take_leave(a, HOST, a.s[a.tmp[1, i]].entry)
+    a.c[C_EVICTED + HOST] += got - free
+    if got > free:
+        _clean(a, 2 * (got - free) + 8)
+    return got
+
+
+@jit
+def _clean(a: Arrays, most: int) -> None:
+    """Write the host blocks that will leave next, so that they can leave at once: at most `most` of the first
+    `clean_window` in the order of eviction."""
+    if a.m[CAP + DISK] == 0:
+        return
+    seen = m = 0
+    for q in range(LISTS):
+        if (a.bits[HOST, q >> 6] >> np.uint64(q & 63)) & np.uint64(1) == np.uint64(0):
+            continue
+        g = a.ends[HOST, q, 0]
+        while g != NONE and seen < a.m[CLEAN_WINDOW] and m < most:
+            n = a.s[g].entry
+            if a.e[n].slot[DISK] == NONE and _worth(a, n):
+                m = _gather(a, n, m)
+            seen += 1
+            g = a.s[g].next
+        if seen >= a.m[CLEAN_WINDOW] or m >= most:
+            break
+    a.c[C_CLEANED] += _to_disk(a, m)
+
+
+# ---- from device
+
+
+@jit
+def _device_room(a: Arrays, want: int) -> bool:
+    """Have `want` device slots in nobody's hands, in row 0. What leaves for them moves to host, or to disk where there
+    is no room in host. All or nothing."""
+    free = min(want, a.m[NFREE + DEVICE])
+    slots.take(a, DEVICE, free, a.tmp[0], 0)
+    got = free
+    while got < want:
+        g = _pop(a, DEVICE)
+        if g == NONE:
+            break
+        a.tmp[0, got] = g
+        got += 1
+    if got < want:
+        for i in range(got - 1, free - 1, -1):
+            _unpop(a, DEVICE, a.s[a.tmp[0, i]].entry)
+            order.enlist_head(a, DEVICE, a.tmp[0, i])
+            a.m[NLISTED + DEVICE] += 1
+        for i in range(free):
+            slots.give(a, DEVICE, a.tmp[0, i])
+        return False
+    there = _host_room(a, want - free)
+    for i in range(there):
+        d, h = a.tmp[0, free + i], a.tmp[1, i]
+        n = a.s[d].entry
+        entries.attach(a, n, HOST, h, FILLING)
+        _take_leave(a, DEVICE, n)
+        order.enlist(a, HOST, h)
+        issue(a, DEVICE_TO_HOST, d, h, n, _NO_ADDRESS, NONE, 0)
+    a.c[C_OFFLOADS] += there
+    m = 0
+    for i in range(free + there, want):
+        n = a.s[a.tmp[0, i]].entry
+        if a.e[n].slot[DISK] == NONE and a.m[CAP + DISK] > 0:
+            if _worth(a, n):
+                m = _gather(a, n, m)
+            else:
+                a.c[C_DROPPED_UNWORTHY] += 1
+    _to_disk(a, m)
+    for i in range(free + there, want):
+        _take_leave(a, DEVICE, a.s[a.tmp[0, i]].entry)
+    a.c[C_EVICTED + DEVICE] += want - free
+    return True
+
+
+@jit
+def begin(
+    a: Arrays,
+    keys: np.ndarray,
+    n: int,
+    total: int,
+    ents: np.ndarray,
+    tiers: np.ndarray,
+    out: np.ndarray,
+    need_w: np.ndarray,
+    need_r: np.ndarray,
+    result: np.ndarray,
+) -> int:
+    """Match `n` keys and lease a device slot for each of `total` blocks: those found are brought there, the others are
+    the caller's to fill. `out` gets slots, `need_w` and `need_r` what `landed` waits for, `result[0]` the matched length.
+    Answers OK, or why not; then nothing has changed but recency."""
+    found = match(a, keys, n, ents, tiers)
+    result[0] = found
+    on_device = 0
+    for i in range(found):
+        if tiers[i] == DEVICE:
+            on_device += 1
+        entries.lease(a, tiers[i], a.e[ents[i]].slot[tiers[i]])
+    want = total - on_device
+    why = OK
+    a.m[XKEEP] = 2 * want  # spills leave these to the request itself
+    if a.m[NXFREE] < a.m[XKEEP]:
+        why = NO_TRANSFERS
+    elif a.m[NFREE + DEVICE] + a.m[NLISTED + DEVICE] < want or not _device_room(a, want):
+        why = NO_SLOTS
+    if why != OK:
+        a.c[C_REJECTED] += 1
+        for i in range(found - 1, -1, -1):
+            entries.unlease(a, tiers[i], a.e[ents[i]].slot[tiers[i]])
+        return why
+    _touch(a, ents, found)
+    j = 0
+    for i in range(total):
+        if i < found and tiers[i] == DEVICE:
+            d = a.e[ents[i]].slot[DEVICE]
+            a.c[C_MATCHED + DEVICE] += 1
+            need_r[i] = 0
+            if a.e[ents[i]].state[DEVICE] == FILLING:
+                a.c[C_JOINED] += 1
+        else:
+            d = a.tmp[0, j]
+            j += 1
+            a.s[d].lease = 1
+            a.m[NLEASED + DEVICE] += 1
+            need_r[i] = a.s[d].ri
+            if i < found:
+                _onboard(a, ents[i], tiers[i], d)
+        out[i] = d
+        need_w[i] = a.s[d].wi
+    for i in range(found - 1, -1, -1):
+        if tiers[i] == DISK:
+            entries.unlease(a, DISK, a.e[ents[i]].slot[DISK])
+    return OK
+
+
+@jit
+def _onboard(a: Arrays, n: int, t: int, d: int) -> None:
+    g = a.e[n].slot[t]
+    a.c[C_MATCHED + t] += 1
+    entries.attach(a, n, DEVICE, d, FILLING)
+    if t == DISK:
+        a.c[C_ONBOARDS_DISK] += 1
+        issue(a, DISK_TO_DEVICE, g, d, n, _NO_ADDRESS, NONE, 0)
+    else:  # the device's copy is the only one in memory
+        a.c[C_ONBOARDS_HOST] += 1
+        issue(a, HOST_TO_DEVICE, g, d, n, _NO_ADDRESS, NONE, 0)
+        a.s[g].lease -= 1
+        if a.s[g].lease == 0:
+            a.m[NLEASED + HOST] -= 1
+        entries.detach(a, n, HOST)
+        if a.s[g].lease == 0:
+            slots.give(a, HOST, g)
+
+
+@jit
+def _retain(a: Arrays, ents: np.ndarray, n: int) -> None:
+    """Lift ancestors to their descendants: a block's effective priority and deadline are never below a child's."""
+    priority, deadline = 0, 0
+    for i in range(n - 1, -1, -1):
+        e = ents[i]
+        priority = max(priority, a.l[e].own_priority, a.e[e].priority)
+        deadline = max(deadline, a.l[e].own_deadline, a.e[e].deadline)
+        entries.raise_to(a, e, priority, deadline)
+
+
+@jit
+def _write_soon(a: Arrays, ents: np.ndarray, n: int) -> None:
+    """Write blocks with a live deadline without waiting for their eviction: what was promised survives this process."""
+    if a.m[CAP + DISK] == 0:
+        return
+    m = 0
+    for i in range(n):
+        if a.e[ents[i]].deadline > a.m[NOW] and a.e[ents[i]].slot[DISK] == NONE:
+            m = _gather(a, ents[i], m)
+    a.c[C_RETAINED_WRITES] += _to_disk(a, m)
+
+
+@jit
+def _enter(
+    a: Arrays, keys: np.ndarray, i: int, parent: int, priority: np.ndarray, ttl: np.ndarray, forget: bool
+) -> int:
+    """Entry of key `i` with what the commit wishes for it; made if need be."""
+    e = index.find(a, keys[i, 0], keys[i, 1])
+    if e != NONE and order.forgotten(a, e, a.m[NOW]):
+        entries.forget(a, e)
+        e = NONE
+    deadline = a.m[NOW] + ttl[i] if ttl[i] != 0 else 0
+    if e == NONE:
+        e = entries.create(a, keys[i, 0], keys[i, 1], parent, i == 0)
+        a.e[e].uses = np.uint32(1)
+        entries.set_retention(a, e, priority[i], deadline, forget, True)
+    else:
+        entries.relink(a, parent, e)
+        entries.set_retention(a, e, priority[i], deadline, forget, False)
+    return e
+
+
+@jit
+def commit(
+    a: Arrays,
+    keys: np.ndarray,
+    held: np.ndarray,
+    n: int,
+    priority: np.ndarray,
+    ttl: np.ndarray,
+    forget: bool,
+    ents: np.ndarray,
+) -> int:
+    """The first `n` blocks of a request, in the device slots `held` that it leases, are computed: they become findable
+    and their time starts. Blocks with a deadline are written to disk soon. Returns how many were new."""
+    new = 0
+    parent = NONE
+    for i in range(n):
+        d = held[i]
+        e = _enter(a, keys, i, parent, priority, ttl, forget)
+        have = a.e[e].slot[DEVICE]
+        if have == NONE and a.s[d].entry != NONE:
+            return NOT_THESE - i
+        if have == NONE:
+            entries.attach(a, e, DEVICE, d, READY)
+            a.s[d].bad_w = 0
+            new += 1
+            h = a.e[e].slot[HOST]
+            if h != NONE:
+                entries.lose_quietly(a, e, HOST)
+        elif have != d:
+            a.c[C_DUPLICATES] += 1
+        ents[i] = e
+        parent = e
+    a.m[XKEEP] = 0
+    a.c[C_COMMITTED] += new
+    _retain(a, ents, n)
+    _write_soon(a, ents, n)
+    return new
+
+
+@jit
+def release(a: Arrays, held: np.ndarray, n: int) -> None:
+    """End a request's hold on its device slots; the first block ends up the most recently used."""
+    for i in range(n - 1, -1, -1):
+        entries.unlease(a, DEVICE, held[i])
+
+
+@jit
+def prefetch(a: Arrays, keys: np.ndarray, n: int, most: int, ents: np.ndarray, tiers: np.ndarray) -> int:
+    """Bring blocks that are on disk alone to host, at most `most`; returns how many are on their way."""
+    found = match(a, keys, n, ents, tiers)
+    want = 0
+    for i in range(found):
+        entries.lease(a, tiers[i], a.e[ents[i]].slot[tiers[i]])
+        if tiers[i] == DISK and want < most:
+            want += 1
+    got = 0
+    a.m[XKEEP] = want
+    if a.m[NXFREE] >= want:
+        got = _host_room(a, want)
+    k = 0
+    for i in range(found):
+        if tiers[i] == DISK and k < got:
+            h = a.tmp[1, k]
+            entries.attach(a, ents[i], HOST, h, FILLING)
+            issue(a, DISK_TO_HOST, a.e[ents[i]].slot[DISK], h, ents[i], _NO_ADDRESS, NONE, 0)
+            k += 1
+    for i in range(found - 1, -1, -1):
+        if tiers[i] == DISK and a.e[ents[i]].slot[HOST] != NONE:
+            order.enlist(a, HOST, a.e[ents[i]].slot[HOST])
+        entries.unlease(a, tiers[i], a.e[ents[i]].slot[tiers[i]])
+    a.c[C_PREFETCHES] += got
+    return got
+
+
+# ---- under somebody else's device pool
+
+
+@jit
+def find(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray, held: np.ndarray) -> int:
+    """Match and lease what was found, each block in the tier that will serve it."""
+    found = match(a, keys, n, ents, tiers)
+    _touch(a, ents, found)
+    for i in range(found):
+        g = a.e[ents[i]].slot[tiers[i]]
+        held[i] = g
+        a.c[C_MATCHED + tiers[i]] += 1
+        entries.lease(a, tiers[i], g)
+    return found
+
+
+@jit
+def leave(a: Arrays, tiers: np.ndarray, held: np.ndarray, n: int) -> None:
+    """End the leases of `find`."""
+    for i in range(n - 1, -1, -1):
+        entries.unlease(a, tiers[i], held[i])
+
+
+@jit
+def load(
+    a: Arrays,
+    ents: np.ndarray,
+    tiers: np.ndarray,
+    held: np.ndarray,
+    addresses: np.ndarray,
+    n: int,
+    ticket: int,
+    gone: np.ndarray,
+) -> int:
+    """Plan the reads of found blocks into the caller's memory. Blocks lost since are listed in `gone`; returns how many."""
+    k = 0
+    for i in range(n):
+        g = held[i]
+        if a.s[g].entry != ents[i]:
+            gone[k] = i
+            k += 1
+        elif tiers[i] == DISK:
+            issue(a, DISK_TO_CALLER, g, NONE, ents[i], addresses[i], ticket, i)
+        else:
+            issue(a, HOST_TO_CALLER, g, NONE, ents[i], addresses[i], ticket, i)
+    return k
+
+
+@jit
+def store(
+    a: Arrays,
+    keys: np.ndarray,
+    addresses: np.ndarray,
+    n: int,
+    priority: np.ndarray,
+    ttl: np.ndarray,
+    forget: bool,
+    ticket: int,
+    ents: np.ndarray,
+    result: np.ndarray,
+) -> int:
+    """Take blocks of the caller's memory in, those that are not there yet, as far as there is room for a leading run.
+    `result[0]` gets the transfers planned; returns how many of the `n` blocks are cached when these are done."""
+    a.m[CLOCK] += 1
+    known = 0
+    while known < n:
+        e = index.find(a, keys[known, 0], keys[known, 1])
+        if e == NONE or order.forgotten(a, e, a.m[NOW]):
+            break
+        known += 1
+    top = HOST if a.m[CAP + HOST] > 0 else DISK
+    missing = 0
+    for i in range(known, n):
+        if index.find(a, keys[i, 0], keys[i, 1]) == NONE:
+            missing += 1
+    last = index.find(a, keys[known - 1, 0], keys[known - 1, 1]) if known > 0 else NONE
+    got = 0
+    a.m[XKEEP] = missing
+    if a.m[NXFREE] >= missing:
+        _guard(a, last, HOST, 1)
+        _guard(a, last, DISK, 1)
+        if top == HOST:
+            got = _host_room(a, missing)
+        else:
+            got = _disk_room(a, min(missing, max(0, a.m[WRITE_LIMIT] - a.m[NWRITING])))
+            slots.take(a, DISK, got, a.tmp[1], 0)
+        _guard(a, last, HOST, -1)
+        _guard(a, last, DISK, -1)
+    parent, k, i = NONE, 0, 0
+    while i < n:
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        if (e == NONE or order.forgotten(a, e, a.m[NOW])) and k == got:
+            break
+        e = _enter(a, keys, i, parent, priority, ttl, forget)
+        if a.e[e].slot[HOST] == NONE and a.e[e].slot[DISK] == NONE:
+            g = a.tmp[1, k]
+            k += 1
+            entries.attach(a, e, top, g, FILLING)
+            issue(a, CALLER_TO_HOST if top == HOST else CALLER_TO_DISK, NONE, g, e, addresses[i], ticket, i)
+        ents[i] = e
+        parent = e
+        i += 1
+    for j in range(k, got):
+        slots.give(a, top, a.tmp[1, j])
+    for j in range(i - 1, -1, -1):
+        g = a.e[ents[j]].slot[top]
+        if g != NONE and a.s[g].where == UNLISTED and a.s[g].lease == 0:
+            order.enlist(a, top, g)
+        elif j < known:
+            for t in range(HOST, DISK + 1):
+                if a.e[ents[j]].slot[t] != NONE:
+                    order.touch(a, t, a.e[ents[j]].slot[t])
+    _retain(a, ents, i)
+    a.m[XKEEP] = 0
+    _write_soon(a, ents, i)
+    a.c[C_COMMITTED] += k
+    a.c[C_SHED_NO_SLOT] += missing - k if missing > k else 0
+    result[0] = k
+    return i

@@ -1,0 +1,281 @@
+"""The arrays of the block table: what each record holds, and how an empty table is laid out.
+
+Knows nothing else of the project: keys, slots and nanoseconds are all it sees. One calling thread owns every array here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEVICE, HOST, DISK = 0, 1, 2
+TIERS = ("device", "host", "disk")
+NONE = -1
+
+# State of a block in a tier. A slot that has been given away needs no state of its own: the counters in SLOT hold
+# back whatever would overwrite bytes that are still being read (see moves.py).
+ABSENT, FILLING, READY = 0, 1, 2
+
+# Flags of an entry.
+ROOT, FORGET, MARK = 1, 2, 4
+
+# Where a slot stands in its tier's order of eviction.
+UNLISTED, HELD, HEAP = -1, -2, -3  # leased or free; waiting for its children to leave; by deadline
+FIRST = 0  # list of what leaves first: expired under "forget", orphans
+LISTS = 102  # FIRST, then one list a priority 0..100
+DEFAULT_PRIORITY = 35
+
+ENTRY = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("deadline", "<i8"),  # effective, ns; 0 = none; never below that of a descendant
+        ("last", "<i8"),  # table clock at the last use
+        ("parent", "<i4"),  # entry, or NONE
+        ("slot", "<i4", (3,)),  # per tier, or NONE
+        ("state", "u1", (3,)),
+        ("priority", "u1"),  # effective
+        ("uses", "<u4"),
+        ("gen", "<u4"),  # of this record: a transfer or a lease from an earlier life does not touch it
+        ("flags", "<u4"),
+    ],
+    align=True,
+)  # one cache line: all that a match reads
+
+LINK = np.dtype(
+    [
+        ("own_deadline", "<i8"),
+        ("child", "<i4"),  # first child
+        ("next", "<i4"),  # siblings
+        ("prev", "<i4"),
+        ("kids", "<i4", (3,)),  # children with a slot in the tier
+        ("own_priority", "u1"),
+        ("tenant", "<u2"),
+    ],
+    align=True,
+)  # what a match does not read
+
+SLOT = np.dtype(
+    [
+        ("entry", "<i4"),  # NONE: free, quarantined, or in a request's hands before its commit
+        ("lease", "<i4"),
+        ("prev", "<i4"),
+        ("next", "<i4"),
+        ("where", "<i4"),
+        ("pos", "<i4"),  # place in the heap
+        # The scoreboard: writes and reads of this slot issued and done. A transfer starts when those issued before
+        # it that it depends on are done; so slots change hands at once and bytes still move in order.
+        ("wi", "<u4"),
+        ("wd", "<u4"),
+        ("ri", "<u4"),
+        ("rd", "<u4"),
+        ("bad_w", "<u4"),  # number of the last write that failed
+        ("crc", "<u4"),
+        ("retry_at", "<i8"),  # ns; a transient read error keeps the block away until then
+        ("fails", "<u4"),
+        ("state", "<u4"),  # 0 free, 1 taken, 2 quarantined
+    ],
+    align=True,
+)
+FREE, TAKEN, QUARANTINED = 0, 1, 2
+
+# What a transfer does. The store turns it into addresses and extents.
+DEVICE_TO_HOST, HOST_TO_DEVICE, DISK_TO_DEVICE, DISK_TO_HOST, HOST_TO_DISK, DEVICE_TO_DISK = range(6)
+HOST_TO_CALLER, DISK_TO_CALLER, CALLER_TO_HOST, CALLER_TO_DISK = range(6, 10)
+
+XFER = np.dtype(
+    [
+        ("address", "<u8"),  # the caller's memory, for the last four kinds
+        ("kind", "<i4"),
+        ("src", "<i4"),  # slot over all tiers, or NONE
+        ("dst", "<i4"),
+        ("entry", "<i4"),
+        ("gen", "<u4"),
+        ("w_src", "<u4"),  # writes of the source that must be done
+        ("w_dst", "<u4"),  # writes and reads of the destination that must be done
+        ("r_dst", "<u4"),
+        ("w_no", "<u4"),  # number of this write of the destination
+        ("ticket", "<i4"),
+        ("index", "<i4"),  # block within the ticket
+        ("state", "<u2"),  # 0 free, 1 deferred, 2 launched
+        ("tries", "<u2"),
+    ],
+    align=True,
+)
+X_FREE, X_DEFERRED, X_LAUNCHED = 0, 1, 2
+
+# Scalars of the table, in `meta`. Entries ending in _3 are one a tier.
+META = (
+    "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 cursor_3 heap_3 listed_3 leased_3 bad_3 used_3 "
+    "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
+    "retry_ns grace_ns checks clean_window protect badrows xkeep"
+).split()
+
+
+def _places() -> dict[str, int]:
+    at, out = 0, {}
+    for name in META:
+        width = 3 if name.endswith("_3") else 1
+        out[name.removesuffix("_3").upper()] = at
+        at += width
+    out["SIZE"] = at
+    return out
+
+
+_P = _places()
+CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
+NFREE, CURSOR, NHEAP, NLISTED = _P["FREE"], _P["CURSOR"], _P["HEAP"], _P["LISTED"]
+NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
+NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
+XCAP, NXFREE, NXDEF, ORPH_HEAD, ORPH_TAIL = _P["XCAP"], _P["XFREE"], _P["XDEF"], _P["ORPH_HEAD"], _P["ORPH_TAIL"]
+NLAUNCHED, NWRITING, WRITE_LIMIT, SPILL = _P["LAUNCHED"], _P["WRITING"], _P["WRITE_LIMIT"], _P["SPILL"]
+RETRY_NS, GRACE_NS, CHECKS, CLEAN_WINDOW, PROTECT, NBADROWS, XKEEP = (
+    _P["RETRY_NS"],
+    _P["GRACE_NS"],
+    _P["CHECKS"],
+    _P["CLEAN_WINDOW"],
+    _P["PROTECT"],
+    _P["BADROWS"],
+    _P["XKEEP"],
+)
+
+SPILL_ALL, SPILL_REUSED, SPILL_RETAINED = 0, 1, 2
+
+# Counters, in `count`; each is a metric of the same name.
+COUNTERS = (
+    "matched_device matched_host matched_disk committed duplicates offloads onboards_host onboards_disk prefetches "
+    "spills cleaned dropped_clean dropped_unworthy dropped_last shed_queue shed_no_slot evicted_device evicted_host evicted_disk "
+    "expired forgotten orphaned adopted rejected failed_reads failed_writes failed_copies bad_payloads "
+    "transient_errors quarantined lost joined retained_writes refused_protected over_budget"
+).split()
+(
+    C_MATCHED,
+    _,
+    _,
+    C_COMMITTED,
+    C_DUPLICATES,
+    C_OFFLOADS,
+    C_ONBOARDS_HOST,
+    C_ONBOARDS_DISK,
+    C_PREFETCHES,
+    C_SPILLS,
+    C_CLEANED,
+    C_DROPPED_CLEAN,
+    C_DROPPED_UNWORTHY,
+    C_DROPPED_LAST,
+    C_SHED_QUEUE,
+    C_SHED_NO_SLOT,
+    C_EVICTED,
+    _,
+    _,
+    C_EXPIRED,
+    C_FORGOTTEN,
+    C_ORPHANED,
+    C_ADOPTED,
+    C_REJECTED,
+    C_FAILED_READS,
+    C_FAILED_WRITES,
+    C_FAILED_COPIES,
+    C_BAD_PAYLOADS,
+    C_TRANSIENT,
+    C_QUARANTINED,
+    C_LOST,
+    C_JOINED,
+    C_RETAINED_WRITES,
+    C_REFUSED_PROTECTED,
+    C_OVER_BUDGET,
+) = range(len(COUNTERS))
+
+ORPHAN = np.dtype([("due", "<i8"), ("entry", "<i4"), ("gen", "<u4")])
+ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
+QUARANTINE_AFTER = 3  # transient errors of one slot
+
+
+class Arrays(NamedTuple):
+    """All state of a table; what the jitted functions take."""
+
+    m: NDArray[np.int64]  # META
+    c: NDArray[np.int64]  # COUNTERS
+    e: NDArray[Any]  # ENTRY[entries]
+    l: NDArray[Any]  # LINK[entries]  # noqa: E741
+    estack: NDArray[np.int32]  # free entries
+    ix: NDArray[np.uint64]  # open addressing: tag << 32 | entry + 1; 0 = empty
+    s: NDArray[Any]  # SLOT of all tiers, one after the other
+    ends: NDArray[np.int32]  # [tier, list, head or tail]
+    bits: NDArray[np.uint64]  # [tier, 2]: lists that are not empty
+    heap: NDArray[np.int32]  # slots by deadline, of all tiers
+    fw: NDArray[np.uint64]  # free slots, a bit each, of all tiers
+    fs: NDArray[np.uint64]  # words of fw that are not zero
+    x: NDArray[Any]  # XFER
+    xstack: NDArray[np.int32]  # free transfers
+    xdef: NDArray[np.int32]  # deferred transfers, in order of issue
+    orph: NDArray[Any]  # ORPHAN ring
+    tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
+
+
+def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
+    """Lay out an empty table.
+
+    Parameters
+    ----------
+    device, host, disk : int
+        Slots per tier; 0 = the tier is absent.
+    transfers : int
+        Transfers that may be planned or in flight at once.
+    """
+    caps = (device, host, disk)
+    total = sum(caps)
+    entries = total + 1
+    m = np.zeros(_P["SIZE"], np.int64)
+    base = wbase = sbase = 0
+    words = [(c + 63) // 64 for c in caps]
+    sums = [(w + 63) // 64 for w in words]
+    fw = np.zeros(sum(words) + 1, np.uint64)
+    fs = np.zeros(sum(sums) + 1, np.uint64)
+    for t in range(3):
+        m[CAP + t], m[BASE + t], m[WBASE + t], m[SBASE + t] = caps[t], base, wbase, sbase
+        m[HBASE + t], m[NFREE + t] = base, caps[t]
+        _fill_bits(fw[wbase : wbase + words[t]], caps[t])
+        _fill_bits(fs[sbase : sbase + sums[t]], words[t])
+        base += caps[t]
+        wbase += words[t]
+        sbase += sums[t]
+    size = 1 << max(6, (2 * entries - 1).bit_length())
+    m[IXMASK] = size - 1
+    m[NENTS], m[XCAP], m[NXFREE] = entries, transfers, transfers
+    s = np.zeros(total + 1, SLOT)
+    s["entry"] = s["prev"] = s["next"] = s["where"] = s["pos"] = NONE
+    e = np.zeros(entries, ENTRY)
+    e["parent"] = NONE
+    e["slot"] = NONE
+    link = np.zeros(entries, LINK)
+    for name in ("child", "next", "prev"):
+        link[name] = NONE
+    return Arrays(
+        m=m,
+        c=np.zeros(len(COUNTERS), np.int64),
+        e=e,
+        l=link,
+        estack=np.arange(entries - 1, -1, -1, dtype=np.int32),
+        ix=np.zeros(size, np.uint64),
+        s=s,
+        ends=np.full((3, LISTS, 2), NONE, np.int32),
+        bits=np.zeros((3, 2), np.uint64),
+        heap=np.full(total + 1, NONE, np.int32),
+        fw=fw,
+        fs=fs,
+        x=np.zeros(transfers, XFER),
+        xstack=np.arange(transfers - 1, -1, -1, dtype=np.int32),
+        xdef=np.zeros(transfers, np.int32),
+        orph=np.zeros(ORPHANS, ORPHAN),
+        tmp=np.zeros((4, max(total, 1) + 1), np.int32),
+    )
+
+
+def _fill_bits(words: NDArray[np.uint64], n: int) -> None:
+    full, rest = divmod(n, 64)
+    words[:full] = np.uint64(0xFFFFFFFFFFFFFFFF)
+    if rest:
+        words[full] = np.uint64((1 << rest) - 1)
