@@ -1,0 +1,20 @@
+"""``gdskv bench``: figures beside a reference in the same run. Each command is a module of its own, ``bench_*.py``.
+
+Registers commands, does nothing else. Helpers are in ``benchlib``.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from gdskv.cli.bench_table import table
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure, beside a reference in the same run.", no_args_is_help=True)
+app.command(epilog="Example: gdskv bench table --entries 1000000")(table)
+
+
+@app.callback()
+def _group() -> None:
+    """Keep the commands' names even while there is one only."""
