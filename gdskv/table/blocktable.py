@@ -254,12 +254,16 @@ class BlockTable:
         n = moves.launch(self.arrays, min(room, len(out)), out, self._failed, self.tickets_done)
         return int(n), self._failed[: self.arrays.m[NBADROWS]].copy()
 
-    def complete(self, results: NDArray[Any], count: int, length: int) -> NDArray[np.int64]:
-        """Take in results of the I/O engine (fields tag, moved, crc), each of which should have moved `length` bytes;
-        [ticket, index] of those that failed."""
-        return self._failed[
-            : moves.complete(self.arrays, results, count, length, self._failed, self.tickets_done)
-        ].copy()
+    def complete(self, results: NDArray[Any], count: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Take in results of the I/O engine (fields tag, moved, crc), each of which should have moved `lengths[kind]`
+        bytes; [ticket, index] of those that failed."""
+        n = moves.complete(self.arrays, results, count, lengths, self._failed, self.tickets_done)
+        return self._failed[:n].copy()
+
+    def cancel(self, ticket: int) -> NDArray[np.int64]:
+        """Let the deferred transfers of a ticket fail; the launched ones, which the I/O engine may still cancel."""
+        out = np.empty(self.transfers, np.int64)
+        return out[: moves.cancel(self.arrays, ticket, out)]
 
     def counters(self) -> dict[str, int]:
         """What has happened since the table was made, and how full it is."""

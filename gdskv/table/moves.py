@@ -43,6 +43,7 @@ from .state import (
     X_DEFERRED,
     X_FREE,
     X_LAUNCHED,
+    XCAP,
     Arrays,
 )
 
@@ -69,7 +70,7 @@ def issue(a: Arrays, kind: int, src: int, dst: int, n: int, address: np.uint64, 
     x = a.xstack[a.m[NXFREE]]
     r = a.x[x]
     r.kind, r.src, r.dst, r.entry, r.gen = kind, src, dst, n, a.e[n].gen
-    r.address, r.ticket, r.index, r.tries = address, ticket, index, 0
+    r.address, r.ticket, r.index, r.cancelled = address, ticket, index, 0
     if src != NONE:
         r.w_src = a.s[src].wi
         a.s[src].ri += np.uint32(1)
@@ -145,7 +146,7 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
 @jit
 def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.ndarray) -> int:
     """Write the transfers that may start now to `out`, at most `room`, in order of issue. One whose source never
-    arrived fails here; if it belongs to a ticket, that is told as in `complete`, the number of rows in `badrows`."""
+    arrived, or that was cancelled, fails here; if it belongs to a ticket, that is told as in `complete`, the number of rows in `badrows`."""
     n = kept = bad = 0
     total = a.m[NXDEF]
     for i in range(total):
@@ -159,7 +160,7 @@ def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.n
         if not ok:
             a.xdef[kept] = x
             kept += 1
-        elif r.src != NONE and r.w_src != 0 and a.s[r.src].bad_w == r.w_src:
+        elif r.cancelled or (r.src != NONE and r.w_src != 0 and a.s[r.src].bad_w == r.w_src):
             if r.ticket != NONE:
                 failed[bad, 0], failed[bad, 1] = r.ticket, r.index
                 done[r.ticket] += 1
@@ -176,7 +177,9 @@ def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.n
 
 
 @jit
-def complete(a: Arrays, results: np.ndarray, count: int, length: int, failed: np.ndarray, done: np.ndarray) -> int:
+def complete(
+    a: Arrays, results: np.ndarray, count: int, lengths: np.ndarray, failed: np.ndarray, done: np.ndarray
+) -> int:
     """Take in `count` RESULT records of the I/O engine. Of the transfers that belong to a ticket, `failed` gets
     [ticket, index] rows and `done[ticket]` grows; returns the number of rows."""
     bad = 0
@@ -185,7 +188,7 @@ def complete(a: Arrays, results: np.ndarray, count: int, length: int, failed: np
         r = a.x[x]
         kind, ticket, index = r.kind, r.ticket, r.index
         moved = results[i].moved
-        ok = moved == length
+        ok = moved == lengths[kind]
         lied = False
         if ok and a.m[CHECKS] != 0:
             if writes_disk(kind):
@@ -200,6 +203,21 @@ def complete(a: Arrays, results: np.ndarray, count: int, length: int, failed: np
                 failed[bad, 0], failed[bad, 1] = ticket, index
                 bad += 1
     return bad
+
+
+@jit
+def cancel(a: Arrays, ticket: int, out: np.ndarray) -> int:
+    """Mark the deferred transfers of a ticket as cancelled and list its launched ones in `out`; returns how many."""
+    n = 0
+    for x in range(a.m[XCAP]):
+        r = a.x[x]
+        if r.state != X_FREE and r.ticket == ticket:
+            if r.state == X_DEFERRED:
+                r.cancelled = 1
+            else:
+                out[n] = x
+                n += 1
+    return n
 
 
 @jit

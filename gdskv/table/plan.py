@@ -589,7 +589,7 @@ def load(
     k = 0
     for i in range(n):
         g = held[i]
-        if a.s[g].entry != ents[i]:
+        if g == NONE or a.s[g].entry != ents[i]:
             gone[k] = i
             k += 1
         elif tiers[i] == DISK:

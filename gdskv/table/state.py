@@ -100,7 +100,7 @@ XFER = np.dtype(
         ("ticket", "<i4"),
         ("index", "<i4"),  # block within the ticket
         ("state", "<u2"),  # 0 free, 1 deferred, 2 launched
-        ("tries", "<u2"),
+        ("cancelled", "<u2"),
     ],
     align=True,
 )

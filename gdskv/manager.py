@@ -1,0 +1,374 @@
+"""``BlockManager``: all three tiers, prefix reuse and readiness, in one object for an engine that lets it own its KV memory.
+
+A request's life: `begin` -> `is_ready` -> compute -> `commit` -> `release`. Knows the store below it; must not know engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gdskv.config import CacheConfig
+from gdskv.errors import ConfigError, GdskvError
+from gdskv.keys import Content, TokenIds, block_keys, extend_keys, root_key
+from gdskv.layout import KVLayout, Namespace
+from gdskv.pools.device import DevicePool
+from gdskv.retention import Retention
+from gdskv.store import KVStore, Rejected, Wrap
+from gdskv.table import Begun, Rejection
+
+__all__ = ["BlockManager", "Matched", "Rejected", "Request"]
+
+Keys = NDArray[np.uint64]
+
+
+class Matched(NamedTuple):
+    """Tokens found, by the tier they were in."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class Request:
+    """A request's blocks. Made by `BlockManager.begin`; read its attributes, hand it back to the manager's calls."""
+
+    def __init__(
+        self, ident: int, keys: Keys, begun: Begun, tokens_per_block: int, prompt_tokens: int, root: Keys
+    ) -> None:
+        self.id = ident
+        self.keys = keys
+        """Of the full blocks, shape (n, 2)."""
+        self.tiers = begun.tiers
+        """Per matched block, where it was found: 0 device, 1 host, 2 disk."""
+        counts = np.bincount(begun.tiers, minlength=3) * tokens_per_block
+        self.matched = Matched(*(int(c) for c in counts))
+        self.failed = np.empty(0, np.int64)
+        """Indices of matched blocks that were lost on the way; known once ready. To be computed again."""
+        self.ready = False
+        self.released = False
+        self._begun = begun
+        self._landed = 0
+        self._committed = 0
+        self._prompt_tokens = prompt_tokens
+        self._root = root
+        self._retention: Retention | None = None
+        self._content: Content = ()
+
+    @property
+    def blocks(self) -> NDArray[np.int32]:
+        """Slots of the device pool, in order."""
+        return self._begun.slots
+
+    @property
+    def cached_blocks(self) -> int:
+        """Leading blocks whose bytes need not be computed. Final once the request is ready."""
+        return int(self.failed[0]) if len(self.failed) else self._begun.matched
+
+
+class BlockManager:
+    """KV blocks in device, host and disk, found again by prefix.
+
+    One thread calls it and no call waits for a disk: a request whose blocks are on their way is parked, and `is_ready`
+    says when it may run. Decisions follow from the calls and their `now` alone.
+
+    Parameters
+    ----------
+    config : CacheConfig
+        `device_bytes` must be set.
+    layout : KVLayout
+    namespace : Namespace
+    now : float
+        Seconds on the caller's clock.
+    io : None, "null", or callable
+        As for `KVStore`.
+
+    Raises
+    ------
+    ConfigError, DirectoryError, DirectoryBusy
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        layout: KVLayout,
+        namespace: Namespace,
+        *,
+        now: float = 0.0,
+        io: Wrap | str | None = None,
+    ) -> None:
+        sizing = config.sizing(layout)
+        if not sizing.device_blocks:
+            raise ConfigError(
+                "device_bytes=0 leaves a BlockManager nowhere to run requests. "
+                f"Set it to at least one block ({layout.slot_bytes} bytes), or use KVStore under your own device pool."
+            )
+        self._device_pool = DevicePool(sizing.device_blocks, layout, config.device) if io != "null" else None
+        try:
+            self.store = KVStore(
+                config,
+                layout,
+                namespace,
+                now=now,
+                io=io,
+                device_pool=self._device_pool,
+                device_blocks=sizing.device_blocks,
+            )
+        except BaseException:
+            if self._device_pool is not None:
+                self._device_pool.close()
+            raise
+        self.layout, self.sizing = layout, sizing
+        self._table = self.store.table
+        self._next = 0
+
+    @property
+    def device_pool(self) -> DevicePool:
+        """The device tier's memory: `device_pool[slot]` is a tensor of `layout.shape`."""
+        if self._device_pool is None:
+            raise GdskvError('io="null" moves no bytes and has no device pool. Open the manager without it.')
+        return self._device_pool
+
+    # ---- a request's life
+
+    def begin(
+        self,
+        token_ids: TokenIds | None = None,
+        *,
+        keys: Keys | None = None,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        content: Content = (),
+        retention: Retention | None = None,
+        now: float,
+    ) -> Request | Rejected:
+        """Find the cached prefix, bring it to the device tier, and lease a device slot for every block.
+
+        Parameters
+        ----------
+        token_ids : sequence of int, optional
+            The prompt. The last block may be partly filled; it gets a slot and is not looked up.
+        keys : ndarray of uint64, shape (n, 2), optional
+            Instead of tokens: the keys of `n` full blocks.
+        salt, adapter, content
+            What else the blocks depend on; see `gdskv.keys.block_keys`.
+        retention : Retention, optional
+            How long the blocks shall stay; it takes effect with `commit`.
+        now : float
+            Seconds.
+
+        Returns
+        -------
+        Request or Rejected
+            Rejected at once, with the reason counted, when slots or transfers cannot be had.
+        """
+        size = self.layout.tokens_per_block
+        root = root_key(size, namespace=self.store.digest, salt=salt, adapter=adapter)
+        if keys is None:
+            if token_ids is None:
+                raise GdskvError("begin needs token_ids or keys.")
+            tokens = len(token_ids)
+            keys = block_keys(token_ids, size, namespace=self.store.digest, salt=salt, adapter=adapter, content=content)
+        else:
+            tokens = len(keys) * size
+        self.store._begin_call(now)
+        begun = self._table.begin(keys, -(-tokens // size))
+        if isinstance(begun, Rejection):
+            self.store._pump()
+            return Rejected(*begun)
+        self._next += 1
+        request = Request(self._next, keys, begun, size, tokens, root)
+        request._retention, request._content = retention, content
+        self.store._pump()
+        return request
+
+    def match(
+        self,
+        token_ids: TokenIds | None = None,
+        *,
+        keys: Keys | None = None,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        content: Content = (),
+        now: float,
+    ) -> Matched:
+        """Tokens that `begin` would find, by tier. Holds nothing and changes nothing."""
+        if keys is None:
+            keys = block_keys(
+                token_ids if token_ids is not None else (),
+                self.layout.tokens_per_block,
+                namespace=self.store.digest,
+                salt=salt,
+                adapter=adapter,
+                content=content,
+            )
+        self.store._begin_call(now)
+        counts = np.bincount(self._table.match(keys)[1], minlength=3) * self.layout.tokens_per_block
+        return Matched(*(int(c) for c in counts))
+
+    def allocate(self, request: Request, n_blocks: int, *, now: float) -> Rejected | None:
+        """Lease `n_blocks` further device slots, as decoding needs them; they are appended to `request.blocks`, and the
+        request is ready again once they are free of older bytes."""
+        self._live(request)
+        self.store._begin_call(now)
+        more = self._table.begin(np.empty((0, 2), np.uint64), n_blocks)
+        if isinstance(more, Rejection):
+            self.store._pump()
+            return Rejected(*more)
+        old = request._begun
+        request._begun = old._replace(
+            slots=np.concatenate([old.slots, more.slots]),
+            need_w=np.concatenate([old.need_w, more.need_w]),
+            need_r=np.concatenate([old.need_r, more.need_r]),
+        )
+        request.ready = False
+        self.store._pump()
+        return None
+
+    def is_ready(self, request: Request) -> bool:
+        """Have the request's blocks landed? From then on `cached_blocks` and `failed` are final. Call `poll` between."""
+        if request.ready:
+            return True
+        table = self._table
+        if table.launched or table.deferred:
+            request._landed = table.landed(request._begun, request._landed)
+            if request._landed < len(request._begun.slots):
+                return False
+        if request._committed == 0:
+            request.failed = table.lost(request._begun)
+        request._landed = len(request._begun.slots)
+        request.ready = True
+        return True
+
+    def commit(
+        self,
+        request: Request,
+        token_ids: TokenIds | None = None,
+        *,
+        keys: Keys | None = None,
+        now: float,
+    ) -> int:
+        """The request's full blocks are computed: they become findable and their ttl starts.
+
+        Call it again as decoding fills blocks. A later call gives only the blocks that are new in it a deadline.
+
+        Parameters
+        ----------
+        token_ids : sequence of int, optional
+            All tokens so far, beginning with the prompt's. Left out: the blocks known from `begin`.
+        keys : ndarray of uint64, optional
+            Instead: keys of all full blocks so far.
+
+        Returns
+        -------
+        int
+            Blocks that were not in the device tier before.
+
+        Raises
+        ------
+        GdskvError
+            The request is not ready, or released, or has too few slots for that many blocks.
+        """
+        self._live(request)
+        if not self.is_ready(request):
+            raise GdskvError(f"request {request.id} is not ready: its blocks are still on their way. Poll until it is.")
+        self.store._begin_call(now)
+        if keys is not None:
+            request.keys = keys
+        elif token_ids is not None:
+            self._extend(request, token_ids)
+        n = len(request.keys)
+        if n > len(request.blocks):
+            raise GdskvError(
+                f"request {request.id} has {len(request.blocks)} blocks and commits {n}. Call allocate first."
+            )
+        priority, ttl, forget = self.store.resolve(request._retention, n, request._prompt_tokens)
+        ttl[: request._committed] = 0
+        new = self._table.commit(request.keys, request.blocks[:n], priority, ttl, forget)
+        if new < 0:
+            raise GdskvError(
+                f"block {-1 - new} of request {request.id} holds the KV of other tokens than those committed. "
+                "Commit the tokens that the request began with."
+            )
+        request._committed = n
+        self.store._pump()
+        return new
+
+    def _extend(self, request: Request, token_ids: TokenIds) -> None:
+        size = self.layout.tokens_per_block
+        have = len(request.keys)
+        if len(token_ids) // size <= have:
+            return
+        last = request.keys[-1] if have else request._root
+        more = extend_keys(last, token_ids[have * size :], size, first_token=have * size, content=request._content)
+        request.keys = np.concatenate([request.keys, more])
+
+    def release(self, request: Request, *, now: float) -> None:
+        """The request is over. What was committed stays cached; once is enough and more does no harm."""
+        if request.released:
+            return
+        request.released = True
+        self.store._begin_call(now)
+        self._table.release(request.blocks)
+        self.store._pump()
+
+    def cancel(self, request: Request, *, now: float) -> None:
+        """Give a request up at any point. Transfers under way land first, on their own, before their slots are reused."""
+        self.release(request, now=now)
+
+    # ---- besides
+
+    def poll(self, *, now: float) -> None:
+        """Take in what has landed and start what waited for it; bounded work."""
+        self.store._begin_call(now)
+        self.store._pump()
+
+    def prefetch(
+        self,
+        token_ids: TokenIds | None = None,
+        *,
+        keys: Keys | None = None,
+        salt: bytes = b"",
+        adapter: bytes = b"",
+        content: Content = (),
+        now: float,
+    ) -> int:
+        """Bring what is on disk alone to host ahead of need; how many blocks are on their way."""
+        if keys is None:
+            keys = block_keys(
+                token_ids if token_ids is not None else (),
+                self.layout.tokens_per_block,
+                namespace=self.store.digest,
+                salt=salt,
+                adapter=adapter,
+                content=content,
+            )
+        return self.store.prefetch(keys, now=now)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; see `KVStore.stats`."""
+        return self.store.stats()
+
+    def check(self) -> None:
+        """Raise AssertionError if the table contradicts itself."""
+        c = self._table.counters()
+        self._table.check(closed=not (c["failed_writes"] or c["lost"]), exclusive=True)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Stop; see `KVStore.close`."""
+        drained = self.store.close(timeout)
+        if drained and self._device_pool is not None:
+            self._device_pool.close()
+        return drained
+
+    def __enter__(self) -> BlockManager:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _live(self, request: Request) -> None:
+        if request.released:
+            raise GdskvError(f"request {request.id} is released. Begin a new one.")

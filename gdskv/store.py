@@ -1,0 +1,450 @@
+"""``KVStore``: the host and disk tiers under somebody else's device pool; what engines plug into.
+
+Ties the table, the pools and the I/O engine together. Never waits for a device outside `close`; must not know engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gdskv import extents
+from gdskv.config import CacheConfig, Sizing
+from gdskv.errors import ConfigError, GdskvError, StoreClosed
+from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
+from gdskv.io.null import NullEngine
+from gdskv.layout import KVLayout, Namespace
+from gdskv.pools.device import DevicePool
+from gdskv.pools.disk import DiskPool
+from gdskv.pools.host import HostPool
+from gdskv.retention import Retention
+from gdskv.table import DEVICE, DISK, HOST, BlockTable
+from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER
+
+__all__ = ["Done", "Found", "KVStore", "Rejected", "Ticket", "nanoseconds"]
+
+Keys = NDArray[np.uint64]
+Wrap = Callable[[IOEngine], IOEngine]
+ROUND = 1024  # transfers taken in, and handed out, per poll
+
+
+class Rejected(NamedTuple):
+    """Why a request was not taken, decided at once: what is short, how much there is, how much is in use."""
+
+    reason: str
+    limit: int
+    in_use: int
+
+
+class Found(NamedTuple):
+    """What `KVStore.match` found, held until `load` or `release`."""
+
+    length: int
+    """Blocks, from the first."""
+    tier: NDArray[np.int8]
+    """Per block: 1 host, 2 disk."""
+    entries: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    id: int
+
+
+class Ticket(NamedTuple):
+    """A batch of transfers on its way."""
+
+    id: int
+    blocks: int
+    """Blocks that the ticket stands for; of a `store`, the leading ones that will be cached."""
+
+
+class Done(NamedTuple):
+    """A ticket whose transfers have all landed: the caller's memory is his again."""
+
+    ticket: Ticket
+    bytes: int
+    failed: NDArray[np.int64]
+    """Indices of blocks that did not arrive: to be computed again."""
+
+
+class _Pending(NamedTuple):
+    ticket: Ticket
+    expected: int
+    failed: list[int]
+
+
+def nanoseconds(now: float) -> int:
+    """Seconds, as the callers give them, to the table's nanoseconds."""
+    return round(now * 1e9)
+
+
+class KVStore:
+    """Host and disk tiers for an engine that owns its device memory.
+
+    One thread calls it, and no call waits for a disk: each plans in memory, hands transfers over and returns.
+
+    Parameters
+    ----------
+    config : CacheConfig
+    layout : KVLayout
+        Shape of a block; `layout.slot_bytes` is what each block takes in every tier.
+    namespace : Namespace
+        What makes KV bytes interchangeable; another namespace never sees these blocks.
+    now : float
+        Seconds on the caller's clock, which must not be another clock in later calls.
+    io : None, "null", or callable
+        None: the engine for this node. "null": decisions only, nothing is opened and no bytes move. A callable wraps
+        the engine, as tests do.
+    device_pool : DevicePool, optional
+        Set by `BlockManager`: the device tier then belongs to the same table.
+
+    Raises
+    ------
+    ConfigError, DirectoryError, DirectoryBusy
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        layout: KVLayout,
+        namespace: Namespace,
+        *,
+        now: float = 0.0,
+        io: Wrap | str | None = None,
+        device_pool: DevicePool | None = None,
+        device_blocks: int = 0,
+    ) -> None:
+        self.config, self.layout, self.namespace = config, layout, namespace
+        self.digest = namespace.digest(layout)
+        self.sizing: Sizing = config.sizing(layout)
+        self._open = False
+        if not (self.sizing.host_blocks or self.sizing.disk_blocks or device_blocks):
+            raise ConfigError("no tier has a size: set host_bytes, disk_bytes or device_bytes.")
+        self.host_pool: HostPool | None = None
+        self.disk_pool: DiskPool | None = None
+        disk_blocks = self.sizing.disk_blocks
+        real = io != "null"
+        try:
+            if disk_blocks and real:
+                self.disk_pool = DiskPool(
+                    config.directories, config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
+                )
+                disk_blocks = self.disk_pool.blocks
+            if self.sizing.host_blocks and real:
+                self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes)
+            self.io = self._engine(io)
+        except BaseException:
+            self._close_pools()
+            raise
+        self.table = BlockTable(
+            device_blocks,
+            self.sizing.host_blocks,
+            disk_blocks,
+            write_limit=config.write_queue,
+            host_clean=config.host_clean,
+            spill=config.spill,
+            protect_unexpired=config.protect_unexpired,
+            checksums=config.checksums and real,
+        )
+        self._lengths = np.full(extents.KINDS, layout.slot_bytes, np.int64)
+        self._lengths[[HOST_TO_CALLER, CALLER_TO_HOST]] = layout.block_bytes
+        self._pools = np.zeros((2, 3), np.int64)
+        for row, pool, tier in ((0, device_pool, DEVICE), (1, self.host_pool, HOST)):
+            self._pools[row] = (
+                self.table.base(tier),
+                pool.base if pool is not None else 0,
+                pool.stride if pool is not None else 0,
+            )
+        firsts = self.disk_pool.first_slot if self.disk_pool is not None else [0]
+        self._slabs = np.array([*firsts, max(disk_blocks, 1)], np.int64)
+        self._ids = np.empty(ROUND, np.int32)
+        self._batch = extents.room(ROUND)
+        self._results = np.zeros(ROUND, RESULT)
+        # Described and not yet accepted by the engine: reads and copies, and writes, which must not hold those back.
+        self._backlog = [extents.room(0), extents.room(0)]
+        self._pending: dict[int, _Pending] = {}
+        self._done: list[Done] = []
+        self._next_ticket = 0
+        self._found: dict[int, Found] = {}
+        self._staged = 0
+        self._open = True
+        self.table.advance(nanoseconds(now))
+
+    def _engine(self, io: Wrap | str | None) -> IOEngine:
+        c = self.config
+        if io == "null":
+            return NullEngine(queue_depth=c.queue_depth)
+        if isinstance(io, str):
+            raise ConfigError(f'io="{io}" is not an engine. Leave it out, or give "null" for decisions only.')
+        from gdskv.io.posix import PosixEngine
+
+        engine: IOEngine = PosixEngine(
+            self.disk_pool.slabs if self.disk_pool is not None else [],
+            checksums=c.checksums,
+            read_threads=c.read_threads,
+            write_threads=c.write_threads,
+            queue_depth=c.queue_depth,
+            max_extent=c.max_extent,
+        )
+        return io(engine) if io is not None else engine
+
+    # ---- what an engine calls
+
+    def match(self, keys: Keys, *, now: float) -> Found:
+        """Longest run of keys, from the first, that can be served; it is held until `load` or `release`.
+
+        Parameters
+        ----------
+        keys : ndarray of uint64, shape (n, 2)
+        now : float
+            Seconds.
+        """
+        self._begin_call(now)
+        entries, tiers, slots = self.table.find(keys)
+        found = Found(len(slots), tiers, entries, slots, self._ticket_id())
+        if found.length:
+            self._found[found.id] = found
+        return found
+
+    def release(self, found: Found) -> None:
+        """Let go of a match that will not be loaded; once is enough and more does no harm."""
+        if self._found.pop(found.id, None) is not None:
+            self.table.leave(found.tier, found.slots)
+
+    def load(self, found: Found, *, into: Any, now: float) -> Ticket | Rejected:
+        """Bring found blocks to the caller's memory.
+
+        Parameters
+        ----------
+        found : Found
+            From `match`, not loaded or released yet. Its hold ends here.
+        into : ndarray of uint64 addresses, 2-D uint8 array, or torch tensor with blocks along its first axis
+            `found.length` blocks of `layout.block_bytes` contiguous bytes each. It stays the store's until the ticket
+            is done. Memory that is not aligned to 4 KiB goes through a host slot, and is counted (`staged`).
+
+        Returns
+        -------
+        Ticket or Rejected
+        """
+        self._begin_call(now)
+        if self._found.pop(found.id, None) is None:
+            raise GdskvError("this match was loaded or released already. Call match again before load.")
+        addresses = self._addresses(into, found.length)
+        staged = (found.tier == DISK).any() and not self._aligned(addresses)
+        try:
+            return (self._load_staged if staged else self._load)(found, addresses)
+        finally:
+            self.table.leave(found.tier, found.slots)
+
+    def _load(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
+        """Plan the copies and reads, from wherever `found` says; a slot of -1 is not there."""
+        ticket = Ticket(self._ticket_id(), found.length)
+        gone = self.table.load(found.entries, found.tier, found.slots, addresses, ticket.id)
+        if gone is None:
+            return Rejected("transfers are in flight", self.table.transfers, self.table.launched + self.table.deferred)
+        self._await(ticket, found.length - len(gone), gone.tolist())
+        self._pump()
+        return ticket
+
+    def _load_staged(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
+        """Through host slots: what is on disk is brought there first, and what finds no room there is not loaded."""
+        if not self.sizing.host_blocks:
+            raise self._misaligned(addresses)
+        self._staged += int((found.tier == DISK).sum())
+        records = self.table.arrays.e[found.entries]
+        self.table.prefetch(np.stack([records["k0"], records["k1"]], axis=1), found.length)
+        slots = self.table.arrays.e["slot"][found.entries, HOST]
+        return self._load(found._replace(tier=np.full_like(found.tier, HOST), slots=slots), addresses)
+
+    def _misaligned(self, addresses: NDArray[np.uint64]) -> GdskvError:
+        return GdskvError(
+            f"memory at {int(addresses[0]):#x} with blocks of {self.layout.block_bytes} bytes is not aligned to "
+            f"{ALIGNMENT} and there is no host tier to stage it. Align it, or set host_bytes."
+        )
+
+    def store(self, keys: Keys, *, source: Any, retention: Retention | None = None, now: float) -> Ticket:
+        """Take blocks in that are not cached yet: into host memory, or to disk where there is no host tier.
+
+        Parameters
+        ----------
+        keys : ndarray of uint64, shape (n, 2)
+            A chain from its first block.
+        source : as `into` of `load`
+            Must not change until the ticket is done. With no host tier it must be aligned to 4 KiB.
+        retention : Retention, optional
+
+        Returns
+        -------
+        Ticket
+            `blocks` may be fewer than asked where there is no room; the rest is counted (`shed_no_slot`).
+        """
+        self._begin_call(now)
+        addresses = self._addresses(source, len(keys))
+        if not self.sizing.host_blocks and not self._aligned(addresses):
+            raise self._misaligned(addresses)
+        priority, ttl, forget = self.resolve(retention, len(keys), len(keys) * self.layout.tokens_per_block)
+        ident = self._ticket_id()
+        cached, moving = self.table.store(keys, addresses, priority, ttl, forget, ident)
+        ticket = Ticket(ident, cached)
+        self._await(ticket, moving, [])
+        self._pump()
+        return ticket
+
+    def prefetch(self, keys: Keys, *, now: float) -> int:
+        """Bring blocks that are on disk alone to host, at most a quarter of it; how many are on their way."""
+        self._begin_call(now)
+        n = self.table.prefetch(keys, max(1, self.table.capacity(HOST) // 4))
+        self._pump()
+        return n
+
+    def poll(self, *, now: float) -> list[Done]:
+        """Take in what has landed, hand out what may start; the tickets that are done since the last call."""
+        self._begin_call(now)
+        self._pump()
+        done, self._done = self._done, []
+        return done
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give up a ticket: what has not started does not start. It is still reported by `poll`, once nothing moves in
+        the caller's memory any more, with what did not arrive as failed."""
+        if ticket.id in self._pending:
+            self.io.cancel(self.table.cancel(ticket.id))
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges: the table's, and the I/O engine's bytes per path."""
+        out = self.table.counters()
+        out.update({f"io_{k}": v for k, v in self.io.counters().items()})
+        out["staged"] = self._staged
+        return out
+
+    def check(self) -> None:
+        """Raise AssertionError if the table contradicts itself."""
+        c = self.table.counters()
+        self.table.check(closed=not (c["failed_writes"] or c["lost"]), exclusive=False)
+
+    @property
+    def idle(self) -> bool:
+        """Is nothing in flight, and nothing waiting to be?"""
+        return not (self.table.launched or self.table.deferred)
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Stop. Transfers in flight get `timeout` seconds to land; a device that still holds one keeps its memory mapped.
+
+        Returns
+        -------
+        bool
+            True if everything landed.
+        """
+        if not self._open:
+            return True
+        self._open = False
+        drained = self.io.close(timeout)
+        if drained:
+            self._close_pools()
+        return drained
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- shared with the manager
+
+    def resolve(
+        self, retention: Retention | None, blocks: int, prompt_tokens: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64], bool]:
+        """Priority, ttl in ns and "forget at expiry" for each of a request's blocks."""
+        r = retention if retention is not None else Retention()
+        priority, ttl = r.resolve(blocks, self.layout.tokens_per_block, prompt_tokens)
+        return priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget"
+
+    def _begin_call(self, now: float) -> None:
+        if not self._open:
+            raise StoreClosed("this store is closed. Open a new one.")
+        self.table.advance(nanoseconds(now))
+
+    def _ticket_id(self) -> int:
+        while True:
+            self._next_ticket = (self._next_ticket + 1) % self.table.transfers
+            if self._next_ticket not in self._pending and self._next_ticket not in self._found:
+                return self._next_ticket
+
+    def _await(self, ticket: Ticket, expected: int, failed: list[int]) -> None:
+        self._pending[ticket.id] = _Pending(ticket, expected, failed)
+        if expected == 0:
+            self._finish(ticket.id)
+
+    def _finish(self, ident: int) -> None:
+        p = self._pending.pop(ident)
+        failed = np.array(sorted(p.failed), np.int64)
+        self._done.append(Done(p.ticket, (p.ticket.blocks - len(failed)) * self.layout.block_bytes, failed))
+
+    def _addresses(self, memory: Any, n: int) -> NDArray[np.uint64]:
+        if isinstance(memory, np.ndarray) and memory.dtype == np.uint64 and memory.ndim == 1:
+            if len(memory) < n:
+                raise GdskvError(f"{len(memory)} addresses for {n} blocks. Give one address a block.")
+            return memory[:n]
+        if isinstance(memory, np.ndarray):
+            base, strides, shape, itemsize = memory.ctypes.data, memory.strides, memory.shape, memory.itemsize
+        else:
+            base, shape, itemsize = memory.data_ptr(), tuple(memory.shape), memory.element_size()
+            strides = tuple(s * itemsize for s in memory.stride())
+        size, dense = itemsize, True
+        for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
+            dense &= extent == 1 or stride == size
+            size *= extent
+        if not dense or size != self.layout.block_bytes or shape[0] < n:
+            raise GdskvError(
+                f"memory of shape {tuple(shape)} does not hold {n} blocks of {self.layout.block_bytes} contiguous bytes "
+                "along its first axis. Give such an array, or one address a block."
+            )
+        return cast("NDArray[np.uint64]", np.uint64(base) + np.arange(n, dtype=np.uint64) * np.uint64(strides[0]))
+
+    def _aligned(self, addresses: NDArray[np.uint64]) -> bool:
+        return self.layout.block_bytes == self.layout.slot_bytes and not (addresses % np.uint64(ALIGNMENT)).any()
+
+    def _pump(self) -> None:
+        """One bounded round: results in, dependants out, one submit."""
+        table = self.table
+        n = self.io.poll(self._results)
+        if n:
+            self._report(table.complete(self._results, n, self._lengths))
+        if table.deferred:
+            n, never = table.launch(ROUND, self._ids)
+            self._report(never)
+            if n:
+                split = extents.describe(
+                    self._ids,
+                    n,
+                    table.arrays.x,
+                    extents.OPS,
+                    self._lengths,
+                    self._pools,
+                    self._slabs,
+                    table.base(DISK),
+                    self._batch,
+                )
+                for i, part in enumerate((self._batch[:split], self._batch[split:n])):
+                    if len(part):
+                        self._backlog[i] = np.concatenate([self._backlog[i], part])
+        for i in (0, 1):
+            if len(self._backlog[i]):
+                self._backlog[i] = self._backlog[i][self.io.submit(self._backlog[i]) :]
+        if self._pending:
+            self._settle()
+
+    def _report(self, failed: NDArray[np.int64]) -> None:
+        for ticket, index in failed.tolist():
+            self._pending[ticket].failed.append(index)
+
+    def _settle(self) -> None:
+        done = self.table.tickets_done
+        for ident in [i for i, p in self._pending.items() if done[i] >= p.expected]:
+            self._finish(ident)
+
+    def _close_pools(self) -> None:
+        for pool in (self.host_pool, self.disk_pool):
+            if pool is not None:
+                pool.close()
