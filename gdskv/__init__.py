@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gdskv.config import CacheConfig, Sizing
     from gdskv.errors import (
         ConfigError,
         DirectoryBusy,
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
         StoreClosed,
         TraceError,
     )
+    from gdskv.keys import block_keys, extend_keys, keys_from_hashes
+    from gdskv.layout import KVLayout, Namespace
+    from gdskv.manager import BlockManager, Matched, Request
+    from gdskv.retention import Retention, TokenRange
+    from gdskv.store import Done, Found, KVStore, Rejected, Ticket
 
 __version__ = "0.1.0"
 
@@ -41,7 +47,7 @@ _HOME = {
     "Matched": "manager",
     "ModelError": "errors",
     "Namespace": "layout",
-    "Rejected": "manager",
+    "Rejected": "store",
     "Request": "manager",
     "Retention": "retention",
     "RetentionError": "errors",
