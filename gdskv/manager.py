@@ -284,9 +284,9 @@ class BlockManager:
             raise GdskvError(
                 f"request {request.id} has {len(request.blocks)} blocks and commits {n}. Call allocate first."
             )
-        priority, ttl, forget = self.store.resolve(request._retention, n, request._prompt_tokens)
-        ttl[: request._committed] = 0
-        new = self._table.commit(request.keys, request.blocks[:n], priority, ttl, forget)
+        wish = self.store.resolve(request._retention, n, request._prompt_tokens)
+        wish.ttl[: request._committed] = 0
+        new = self._table.commit(request.keys, request.blocks[:n], wish.priority, wish.ttl, wish.forget, wish.tenant)
         if new < 0:
             raise GdskvError(
                 f"block {-1 - new} of request {request.id} holds the KV of other tokens than those committed. "

@@ -68,6 +68,16 @@ class Done(NamedTuple):
     """Indices of blocks that did not arrive: to be computed again."""
 
 
+class Wish(NamedTuple):
+    """A request's retention, per block."""
+
+    priority: NDArray[np.uint8]
+    ttl: NDArray[np.int64]
+    """Nanoseconds; 0 = none."""
+    forget: bool
+    tenant: int
+
+
 class _Pending(NamedTuple):
     ticket: Ticket
     expected: int
@@ -146,6 +156,10 @@ class KVStore:
             spill=config.spill,
             protect_unexpired=config.protect_unexpired,
             checksums=config.checksums and real,
+            retained_limit=(
+                budget := int(config.retained_fraction * max(device_blocks, self.sizing.host_blocks, disk_blocks))
+            ),
+            tenant_limit=int(config.tenant_fraction * budget),
         )
         self._lengths = np.full(extents.KINDS, layout.slot_bytes, np.int64)
         self._lengths[[HOST_TO_CALLER, CALLER_TO_HOST]] = layout.block_bytes
@@ -283,9 +297,9 @@ class KVStore:
         addresses = self._addresses(source, len(keys))
         if not self.sizing.host_blocks and not self._aligned(addresses):
             raise self._misaligned(addresses)
-        priority, ttl, forget = self.resolve(retention, len(keys), len(keys) * self.layout.tokens_per_block)
+        wish = self.resolve(retention, len(keys), len(keys) * self.layout.tokens_per_block)
         ident = self._ticket_id()
-        cached, moving = self.table.store(keys, addresses, priority, ttl, forget, ident)
+        cached, moving = self.table.store(keys, addresses, wish.priority, wish.ttl, wish.forget, ident, wish.tenant)
         ticket = Ticket(ident, cached)
         self._await(ticket, moving, [])
         self._pump()
@@ -352,13 +366,11 @@ class KVStore:
 
     # ---- shared with the manager
 
-    def resolve(
-        self, retention: Retention | None, blocks: int, prompt_tokens: int
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64], bool]:
-        """Priority, ttl in ns and "forget at expiry" for each of a request's blocks."""
+    def resolve(self, retention: Retention | None, blocks: int, prompt_tokens: int) -> Wish:
+        """What a request's retention means for each of its blocks."""
         r = retention if retention is not None else Retention()
         priority, ttl = r.resolve(blocks, self.layout.tokens_per_block, prompt_tokens)
-        return priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget"
+        return Wish(priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget", self.table.tenant(r.tenant))
 
     def _begin_call(self, now: float) -> None:
         if not self._open:

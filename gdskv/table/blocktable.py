@@ -28,15 +28,19 @@ from .state import (
     NLAUNCHED,
     NLEASED,
     NOW,
+    NRETAINED,
     NUSED,
     NWRITING,
     NXDEF,
     NXFREE,
     PROTECT,
+    RETAINED_LIMIT,
     RETRY_NS,
     SPILL,
     SPILL_ALL,
     SPILL_RETAINED,
+    TENANT_LIMIT,
+    TENANTS,
     SPILL_REUSED,
     TIERS,
     WRITE_LIMIT,
@@ -93,6 +97,8 @@ class BlockTable:
         Compare the CRC-32C of what was read with what was written.
     retry_after, orphan_grace : float
         Seconds until a block is tried again after a transient read error; until an orphan loses its place.
+    retained_limit, tenant_limit : int
+        Blocks with a live deadline, ancestors included, in all and per tenant.
     """
 
     def __init__(
@@ -109,6 +115,8 @@ class BlockTable:
         checksums: bool = True,
         retry_after: float = 1.0,
         orphan_grace: float = 30.0,
+        retained_limit: int = 1 << 40,
+        tenant_limit: int = 1 << 40,
     ) -> None:
         memory = device_blocks + host_blocks
         self.transfers = transfers or max(4096, 4 * memory + 4 * write_limit)
@@ -120,6 +128,8 @@ class BlockTable:
         a.m[CLEAN_WINDOW] = min(CLEAN_WINDOW_MOST, int(host_clean * host_blocks))
         a.m[RETRY_NS] = int(retry_after * 1e9)
         a.m[GRACE_NS] = int(orphan_grace * 1e9)
+        a.m[RETAINED_LIMIT], a.m[TENANT_LIMIT] = retained_limit, tenant_limit
+        self._tenants: dict[str, int] = {"": 0}
         self.tickets_done = np.zeros(max(1, self.transfers), np.int64)
         self._failed = np.zeros((self.transfers, 2), np.int64)
         self._result = np.zeros(8, np.int64)
@@ -146,6 +156,14 @@ class BlockTable:
     def writing(self) -> int:
         """Blocks on their way to disk."""
         return int(self.arrays.m[NWRITING])
+
+    def tenant(self, name: str) -> int:
+        """Number of a tenant in the budget."""
+        return self._tenants.setdefault(name, min(len(self._tenants), TENANTS - 1))
+
+    def retained(self) -> dict[str, int]:
+        """Blocks with a live deadline per tenant."""
+        return {name: int(self.arrays.ten[i]) for name, i in self._tenants.items()}
 
     def advance(self, now: int) -> None:
         """Let time be `now`, ns, and act on a bounded number of deadlines that have passed."""
@@ -190,11 +208,12 @@ class BlockTable:
         priority: NDArray[np.uint8],
         ttl: NDArray[np.int64],
         forget: bool,
+        tenant: int = 0,
     ) -> int:
         """Blocks `keys`, a chain from its root, computed in the leased device `slots`, become findable. `ttl` in ns, 0 =
         none. Returns how many were new; -1 - i if slot i holds another block's content."""
         ents = np.empty(len(keys), np.int32)
-        return int(plan.commit(self.arrays, keys, slots, len(keys), priority, ttl, forget, ents))
+        return int(plan.commit(self.arrays, keys, slots, len(keys), priority, ttl, forget, tenant, ents))
 
     def release(self, slots: NDArray[np.int32]) -> None:
         """End one hold on each of these device slots."""
@@ -242,11 +261,12 @@ class BlockTable:
         ttl: NDArray[np.int64],
         forget: bool,
         ticket: int,
+        tenant: int = 0,
     ) -> tuple[int, int]:
         """Take a chain from the caller's memory: blocks cached once done, and transfers planned for it."""
         ents = np.empty(len(keys), np.int32)
         self.tickets_done[ticket] = 0
-        args = (self.arrays, keys, addresses, len(keys), priority, ttl, forget, ticket, ents, self._result)
+        args = (self.arrays, keys, addresses, len(keys), priority, ttl, forget, tenant, ticket, ents, self._result)
         return int(plan.store(*args)), int(self._result[0])
 
     def launch(self, room: int, out: NDArray[np.int32]) -> tuple[int, NDArray[np.int64]]:
@@ -272,6 +292,7 @@ class BlockTable:
         for t, tier in enumerate(TIERS):
             for name, at in (("blocks", CAP), ("used", NUSED), ("free", NFREE), ("leased", NLEASED), ("bad", NBAD)):
                 out[f"{tier}_{name}"] = int(a.m[at + t])
+        out["retained"] = int(a.m[NRETAINED])
         out.update(in_flight=self.launched, deferred=self.deferred, writing=self.writing)
         return out
 

@@ -12,6 +12,7 @@ from .state import (
     ABSENT,
     BASE,
     CAP,
+    COUNTED,
     DEVICE,
     DISK,
     FREE,
@@ -29,6 +30,7 @@ from .state import (
     NLISTED,
     NONE,
     NOW,
+    NRETAINED,
     NUSED,
     NWRITING,
     NXDEF,
@@ -65,6 +67,7 @@ WRONG = (
     "a mark was left behind",
     "the index holds what is not there",
     "a lease is negative",
+    "retained blocks are miscounted",
 )
 
 
@@ -141,6 +144,7 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
     if in_index != n_entries - a.m[NENTS]:
         return 19
     kids = np.zeros((n_entries, 3), np.int32)
+    retained = 0
     for n in range(n_entries):
         if not used[n]:
             continue
@@ -149,6 +153,10 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
             return 9
         if e.flags & np.uint32(MARK):
             return 18
+        counted = (e.flags & np.uint32(COUNTED)) != 0
+        retained += counted
+        if counted and e.deadline == 0 or not counted and e.deadline > a.m[NOW]:
+            return 21
         here = 0
         for t in range(3):
             g = e.slot[t]
@@ -184,6 +192,8 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
             for t in range(3):
                 if kids[n, t] != a.l[n].kids[t]:
                     return 11
+    if retained != a.m[NRETAINED] or retained != a.ten.sum():
+        return 21
     active = deferred = writing = 0
     writes = np.zeros(a.s.shape[0], np.int64)
     reads = np.zeros(a.s.shape[0], np.int64)

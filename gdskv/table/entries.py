@@ -19,6 +19,7 @@ from .state import (
     C_ORPHANED,
     C_QUARANTINED,
     CLOCK,
+    COUNTED,
     FIRST,
     FORGET,
     GRACE_NS,
@@ -28,6 +29,7 @@ from .state import (
     NLEASED,
     NONE,
     NOW,
+    NRETAINED,
     NUSED,
     ORPH_HEAD,
     ORPH_TAIL,
@@ -125,6 +127,7 @@ def _orphan(a: Arrays, n: int) -> None:
 
 @jit
 def _destroy(a: Arrays, n: int) -> None:
+    order.uncount(a, n)
     _leave_parent(a, n)
     c = a.l[n].child
     while c != NONE:
@@ -308,8 +311,9 @@ def set_retention(a: Arrays, n: int, priority: int, deadline: int, forget_it: bo
 
 
 @jit
-def raise_to(a: Arrays, n: int, priority: int, deadline: int) -> None:
-    """Lift the effective priority and deadline of entry `n`, in whatever order of eviction it stands."""
+def raise_to(a: Arrays, n: int, priority: int, deadline: int, tenant: int) -> None:
+    """Lift the effective priority and deadline of entry `n`, in whatever order of eviction it stands. A block that was
+    not retained before is charged to `tenant`; one that was stays with whom it was charged to."""
     e = a.e[n]
     if priority <= e.priority and deadline <= e.deadline:
         return
@@ -321,6 +325,11 @@ def raise_to(a: Arrays, n: int, priority: int, deadline: int) -> None:
             listed |= 1 << t
     e.priority = max(e.priority, priority)
     e.deadline = max(e.deadline, deadline)
+    if e.deadline > a.m[NOW] and (e.flags & np.uint32(COUNTED)) == 0:
+        e.flags |= np.uint32(COUNTED)
+        a.l[n].tenant = tenant
+        a.m[NRETAINED] += 1
+        a.ten[tenant] += 1
     for t in range(3):
         if listed & (1 << t):
             order.enlist(a, t, e.slot[t])

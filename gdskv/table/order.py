@@ -12,6 +12,7 @@ from gdskv._jit import jit
 
 from .slots import _trailing_zeros
 from .state import (
+    COUNTED,
     DEFAULT_PRIORITY,
     DISK,
     FIRST,
@@ -23,6 +24,7 @@ from .state import (
     NLISTED,
     NONE,
     NOW,
+    NRETAINED,
     PROTECT,
     ROOT,
     UNLISTED,
@@ -157,6 +159,15 @@ def list_of(a: Arrays, n: int) -> int:
 
 
 @jit
+def uncount(a: Arrays, n: int) -> None:
+    """Entry `n` is no longer retained: its place in the budget is free."""
+    if a.e[n].flags & np.uint32(COUNTED):
+        a.e[n].flags &= ~np.uint32(COUNTED)
+        a.m[NRETAINED] -= 1
+        a.ten[a.l[n].tenant] -= 1
+
+
+@jit
 def lapse(a: Arrays, n: int) -> None:
     """The deadline of entry `n` has passed under "demote": back to ordinary order, at most at the default priority
     unless it, or a child, had a higher one that was not bound to the deadline."""
@@ -178,6 +189,7 @@ def lapse(a: Arrays, n: int) -> None:
         steps += 1
     a.e[n].priority = own
     a.e[n].deadline = 0
+    uncount(a, n)
 
 
 @jit

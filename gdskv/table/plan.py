@@ -25,6 +25,7 @@ from .state import (
     C_OFFLOADS,
     C_ONBOARDS_DISK,
     C_ONBOARDS_HOST,
+    C_OVER_BUDGET,
     C_PREFETCHES,
     C_REFUSED_PROTECTED,
     C_REJECTED,
@@ -37,6 +38,7 @@ from .state import (
     CAP,
     CLEAN_WINDOW,
     CLOCK,
+    COUNTED,
     DEVICE,
     DEVICE_TO_DISK,
     DEVICE_TO_HOST,
@@ -57,13 +59,16 @@ from .state import (
     NLISTED,
     NONE,
     NOW,
+    NRETAINED,
     NWRITING,
     NXFREE,
     PROTECT,
     READY,
+    RETAINED_LIMIT,
     SPILL,
     SPILL_ALL,
     SPILL_REUSED,
+    TENANT_LIMIT,
     UNLISTED,
     WRITE_LIMIT,
     XKEEP,
@@ -435,14 +440,34 @@ def _onboard(a: Arrays, n: int, t: int, d: int) -> None:
 
 
 @jit
-def _retain(a: Arrays, ents: np.ndarray, n: int) -> None:
+def _retain(a: Arrays, ents: np.ndarray, n: int, tenant: int) -> None:
     """Lift ancestors to their descendants: a block's effective priority and deadline are never below a child's."""
     priority, deadline = 0, 0
     for i in range(n - 1, -1, -1):
         e = ents[i]
         priority = max(priority, a.l[e].own_priority, a.e[e].priority)
         deadline = max(deadline, a.l[e].own_deadline, a.e[e].deadline)
-        entries.raise_to(a, e, priority, deadline)
+        entries.raise_to(a, e, priority, deadline, tenant)
+
+
+@jit
+def _admit(a: Arrays, keys: np.ndarray, n: int, ttl: np.ndarray, tenant: int) -> None:
+    """Hold the request's retained blocks within the budget and the tenant's share of it: from the first block on as far
+    as it reaches, since a block is retained with its ancestors. The rest loses its ttl, and is counted."""
+    last = n - 1
+    while last >= 0 and ttl[last] == 0:
+        last -= 1
+    room = min(a.m[RETAINED_LIMIT] - a.m[NRETAINED], a.m[TENANT_LIMIT] - a.ten[tenant])
+    for i in range(last + 1):
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        if e != NONE and (a.e[e].flags & np.uint32(COUNTED)):
+            continue
+        if room <= 0:
+            for j in range(i, last + 1):
+                a.c[C_OVER_BUDGET] += ttl[j] != 0
+                ttl[j] = 0
+            return
+        room -= 1
 
 
 @jit
@@ -486,10 +511,12 @@ def commit(
     priority: np.ndarray,
     ttl: np.ndarray,
     forget: bool,
+    tenant: int,
     ents: np.ndarray,
 ) -> int:
     """The first `n` blocks of a request, in the device slots `held` that it leases, are computed: they become findable
     and their time starts. Blocks with a deadline are written to disk soon. Returns how many were new."""
+    _admit(a, keys, n, ttl, tenant)
     new = 0
     parent = NONE
     for i in range(n):
@@ -511,7 +538,7 @@ def commit(
         parent = e
     a.m[XKEEP] = 0
     a.c[C_COMMITTED] += new
-    _retain(a, ents, n)
+    _retain(a, ents, n, tenant)
     _write_soon(a, ents, n)
     return new
 
@@ -608,12 +635,14 @@ def store(
     priority: np.ndarray,
     ttl: np.ndarray,
     forget: bool,
+    tenant: int,
     ticket: int,
     ents: np.ndarray,
     result: np.ndarray,
 ) -> int:
     """Take blocks of the caller's memory in, those that are not there yet, as far as there is room for a leading run.
     `result[0]` gets the transfers planned; returns how many of the `n` blocks are cached when these are done."""
+    _admit(a, keys, n, ttl, tenant)
     a.m[CLOCK] += 1
     known = 0
     while known < n:
@@ -663,7 +692,7 @@ def store(
             for t in range(HOST, DISK + 1):
                 if a.e[ents[j]].slot[t] != NONE:
                     order.touch(a, t, a.e[ents[j]].slot[t])
-    _retain(a, ents, i)
+    _retain(a, ents, i, tenant)
     a.m[XKEEP] = 0
     _write_soon(a, ents, i)
     a.c[C_COMMITTED] += k

@@ -19,7 +19,7 @@ NONE = -1
 ABSENT, FILLING, READY = 0, 1, 2
 
 # Flags of an entry.
-ROOT, FORGET, MARK = 1, 2, 4
+ROOT, FORGET, MARK, COUNTED = 1, 2, 4, 8  # COUNTED: in the budget of retained blocks
 
 # Where a slot stands in its tier's order of eviction.
 UNLISTED, HELD, HEAP = -1, -2, -3  # leased or free; waiting for its children to leave; by deadline
@@ -110,7 +110,7 @@ X_FREE, X_DEFERRED, X_LAUNCHED = 0, 1, 2
 META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 cursor_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
-    "retry_ns grace_ns checks clean_window protect badrows xkeep"
+    "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit"
 ).split()
 
 
@@ -131,7 +131,7 @@ NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
 NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
 XCAP, NXFREE, NXDEF, ORPH_HEAD, ORPH_TAIL = _P["XCAP"], _P["XFREE"], _P["XDEF"], _P["ORPH_HEAD"], _P["ORPH_TAIL"]
 NLAUNCHED, NWRITING, WRITE_LIMIT, SPILL = _P["LAUNCHED"], _P["WRITING"], _P["WRITE_LIMIT"], _P["SPILL"]
-RETRY_NS, GRACE_NS, CHECKS, CLEAN_WINDOW, PROTECT, NBADROWS, XKEEP = (
+RETRY_NS, GRACE_NS, CHECKS, CLEAN_WINDOW, PROTECT, NBADROWS, XKEEP, NRETAINED, RETAINED_LIMIT, TENANT_LIMIT = (
     _P["RETRY_NS"],
     _P["GRACE_NS"],
     _P["CHECKS"],
@@ -139,6 +139,9 @@ RETRY_NS, GRACE_NS, CHECKS, CLEAN_WINDOW, PROTECT, NBADROWS, XKEEP = (
     _P["PROTECT"],
     _P["BADROWS"],
     _P["XKEEP"],
+    _P["RETAINED"],
+    _P["RETAINED_LIMIT"],
+    _P["TENANT_LIMIT"],
 )
 
 SPILL_ALL, SPILL_REUSED, SPILL_RETAINED = 0, 1, 2
@@ -189,6 +192,7 @@ COUNTERS = (
 ) = range(len(COUNTERS))
 
 ORPHAN = np.dtype([("due", "<i8"), ("entry", "<i4"), ("gen", "<u4")])
+TENANTS = 4096  # told apart in the budget; later ones share the last place
 ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
 QUARANTINE_AFTER = 3  # transient errors of one slot
 
@@ -212,6 +216,7 @@ class Arrays(NamedTuple):
     xstack: NDArray[np.int32]  # free transfers
     xdef: NDArray[np.int32]  # deferred transfers, in order of issue
     orph: NDArray[Any]  # ORPHAN ring
+    ten: NDArray[np.int64]  # retained blocks per tenant
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
 
 
@@ -270,6 +275,7 @@ def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
         xstack=np.arange(transfers - 1, -1, -1, dtype=np.int32),
         xdef=np.zeros(transfers, np.int32),
         orph=np.zeros(ORPHANS, ORPHAN),
+        ten=np.zeros(TENANTS, np.int64),
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
     )
 
