@@ -1,0 +1,266 @@
+"""The disk tier's files: one preallocated slab in each directory, cut into slots, with a hard cap checked at open.
+
+Knows files and file systems; must not know which block is in which slot, nor move any bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gdskv.errors import DirectoryError
+from gdskv.io.base import ALIGNMENT, Slab
+from gdskv.pools.lock import DirectoryLock
+from gdskv.units import format_size
+
+__all__ = ["SLAB_NAME", "DirectoryInfo", "DiskPool"]
+
+SLAB_NAME = "blocks.slab"
+"""In ``<directory>/<namespace digest in hex>/``; what tells later processes about the slots will stand beside it."""
+
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+
+
+class DirectoryInfo(NamedTuple):
+    """What one directory of the pool got."""
+
+    path: Path
+    file_system: str
+    mode: str
+    """``"direct"`` (O_DIRECT) or ``"buffered"`` (through the page cache)."""
+    why: str
+    blocks: int
+    bytes: int
+
+
+class DiskPool:
+    """Slots on disk, numbered through directory after directory.
+
+    Space is taken at open and no more is ever used. A slab that an earlier owner left under the same namespace is used
+    again, because a file that was written over before is faster than fresh extents; its content is not.
+
+    Parameters
+    ----------
+    directories
+        Where slabs go; each holds an equal share of the slots, give or take one.
+    disk_bytes
+        All slabs together hold at most that.
+    slot_bytes
+        Bytes of a slot, a multiple of 4096.
+    digest
+        The namespace's 16 bytes.
+    min_free
+        What must stay free on each file system: a share of it below 1, or bytes.
+
+    Raises
+    ------
+    DirectoryError
+        A directory is missing, is not one, cannot be written, has too little space, or cannot preallocate.
+        Then nothing is left behind.
+    DirectoryBusy
+        A directory has another owner.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        disk_bytes: int,
+        slot_bytes: int,
+        digest: bytes,
+        min_free: float | int = 0.05,
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self.blocks = disk_bytes // slot_bytes
+        self.bytes_asked = disk_bytes
+        self.bytes_used = self.blocks * slot_bytes
+        paths = [Path(d) for d in directories]
+        if self.blocks < len(paths) or not paths:
+            raise DirectoryError(
+                f"disk_bytes={format_size(disk_bytes)} is less than one block of {format_size(slot_bytes)} for each of "
+                f"{len(paths)} directories. Raise disk_bytes to at least {len(paths) * slot_bytes}."
+            )
+        even, more = divmod(self.blocks, len(paths))
+        shares = [even + (i < more) for i in range(len(paths))]
+        self.first_slot: list[int] = [sum(shares[:i]) for i in range(len(paths))]
+        """Number of the first slot of each slab."""
+        self.slabs: list[Slab] = []
+        self.directories: list[DirectoryInfo] = []
+        self._owner = os.getpid()
+        self._undo = contextlib.ExitStack()
+        """Gives back what was taken on failure: files and folders that were made here."""
+        self._locks: list[DirectoryLock] = []
+        try:
+            for path in paths:
+                _check_directory(path)
+                self._locks.append(DirectoryLock(path))
+            files = [path / digest.hex() / SLAB_NAME for path in paths]
+            _check_space(files, shares, slot_bytes, disk_bytes, min_free)
+            for lane, (path, file, share) in enumerate(zip(paths, files, shares, strict=True)):
+                self._open_slab(lane, path, file, share)
+        except BaseException:
+            for slab in self.slabs:
+                os.close(slab.fd)
+            self._undo.close()
+            self._release()
+            raise
+        self._undo.pop_all()
+
+    def locate(self, slot: int) -> tuple[int, int]:
+        """Index of the slab that holds a slot, and the slot's offset in it, in bytes."""
+        if not 0 <= slot < self.blocks:
+            raise IndexError(f"slot {slot} is not among the disk pool's {self.blocks}")
+        slab = max(i for i, first in enumerate(self.first_slot) if first <= slot)
+        return slab, (slot - self.first_slot[slab]) * self.slot_bytes
+
+    def close(self) -> None:
+        """Close the files and let the directories go. Nothing may move any more. The slabs stay, for the next owner."""
+        if self._owner != os.getpid():
+            return  # a forked child: all of it belongs to the parent
+        for slab in self.slabs:
+            os.close(slab.fd)
+        self.slabs = []
+        self._release()
+
+    def _release(self) -> None:
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
+
+    def _open_slab(self, lane: int, path: Path, file: Path, share: int) -> None:
+        size = share * self.slot_bytes
+        file_system = _file_system(path)
+        try:
+            if not file.parent.is_dir():
+                file.parent.mkdir()
+                self._undo.callback(_quietly, file.parent.rmdir)
+            if file.exists():
+                self._undo.callback(_quietly, os.truncate, file, min(size, file.stat().st_size))
+            else:
+                self._undo.callback(_quietly, file.unlink)
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DirectoryError(
+                f"{file} cannot be opened: {error.strerror}. Make {path} writable, or choose another directory."
+            ) from error
+        self.slabs.append(Slab(fd, lane, False, size))
+        if os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
+        _preallocate(fd, size, path, file_system)
+        direct, why = _try_direct(file, file_system)
+        if direct is not None:
+            os.close(fd)
+            self.slabs[-1] = Slab(direct, lane, True, size)
+        mode = "buffered" if direct is None else "direct"
+        self.directories.append(DirectoryInfo(path, file_system, mode, why, share, size))
+
+
+def _quietly(undo: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(OSError):  # the reason to undo is what the caller shall see
+        undo(*arguments)
+
+
+def _check_directory(path: Path) -> None:
+    try:
+        if path.is_dir():
+            return
+        missing = not path.exists()
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be looked at: {error.strerror}. Choose another directory.") from error
+    if missing:
+        raise DirectoryError(f"{path} does not exist. Create it (mkdir -p {path}), or choose another directory.")
+    raise DirectoryError(f"{path} is not a directory. Name a directory; gdskv makes its files in it.")
+
+
+def _check_space(files: list[Path], shares: list[int], slot_bytes: int, disk_bytes: int, min_free: float | int) -> None:
+    """Refuse what does not fit, before anything is taken. Directories on one file system share its space."""
+    groups: dict[int, list[int]] = {}
+    for i, file in enumerate(files):
+        groups.setdefault(os.stat(file.parent.parent).st_dev, []).append(i)
+    most = disk_bytes
+    refusal = ""
+    for members in groups.values():
+        path = files[members[0]].parent.parent
+        system = os.statvfs(path)
+        total = system.f_blocks * system.f_frsize
+        kept = int(min_free * total) if min_free < 1 else int(min_free)
+        reusable = sum(os.stat(files[i]).st_blocks * 512 for i in members if files[i].exists())
+        free = system.f_bavail * system.f_frsize + reusable
+        # All directories get an equal share, so the tightest file system limits the whole
+        most = min(most, max(0, free - kept) // slot_bytes // len(members) * len(files) * slot_bytes)
+        if sum(shares[i] for i in members) * slot_bytes > free - kept:
+            share = f"{100 * min_free:.3g}% ({format_size(kept)})" if min_free < 1 else format_size(kept)
+            refusal = refusal or f"{path}: {format_size(free)} free, {share} must stay free{_others(files, members)}"
+    if refusal:
+        raise DirectoryError(
+            f"disk_bytes={format_size(disk_bytes)} does not fit {refusal}. "
+            f"Lower disk_bytes to at most {format_size(most)}, or min_free."
+        )
+
+
+def _others(files: list[Path], members: list[int]) -> str:
+    """For a message: what slabs of other namespaces take in these directories."""
+    found = [other for i in members for other in files[i].parent.parent.glob(f"*/{SLAB_NAME}") if other != files[i]]
+    size = sum(os.stat(other).st_blocks * 512 for other in found)
+    return f", slabs of other namespaces hold {format_size(size)}" if size else ""
+
+
+def _preallocate(fd: int, size: int, path: Path, file_system: str) -> None:
+    """Take the space with fallocate(2), whose absence shows; posix_fallocate of glibc would write all bytes instead."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        why = ctypes.get_errno()
+        if why == errno.EINTR:
+            continue
+        if why in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise DirectoryError(
+                f"{path} is on {file_system}, which cannot preallocate a file. Use a directory on ext4 or xfs."
+            )
+        raise DirectoryError(
+            f"{path} did not give {format_size(size)}: {os.strerror(why)}. Lower disk_bytes, or free some space."
+        )
+
+
+def _try_direct(file: Path, file_system: str) -> tuple[int | None, str]:
+    """Open with O_DIRECT and prove it: write a page at the start and read it back. None where that does not work."""
+    if file_system in _IN_MEMORY:
+        return None, f"{file_system} keeps files in memory"
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        return None, f"{file_system} does not open files with O_DIRECT ({error.strerror})"
+    with mmap.mmap(-1, 3 * ALIGNMENT) as pages, memoryview(pages) as view:
+        kept, written, read = (view[i : i + ALIGNMENT] for i in range(0, 3 * ALIGNMENT, ALIGNMENT))
+        written[:] = os.urandom(ALIGNMENT)
+        try:
+            moved = [os.preadv(fd, [kept], 0)]
+            moved += [os.pwritev(fd, [written], 0), os.preadv(fd, [read], 0), os.pwritev(fd, [kept], 0)]
+            good = moved == [ALIGNMENT] * 4 and read == written
+            why = "" if good else "a page reads back as it was not written"
+        except OSError as error:
+            why = str(error.strerror)
+        finally:
+            for part in (kept, written, read):
+                part.release()
+    if not why:
+        return fd, "verified by writing and reading a page"
+    os.close(fd)
+    return None, f"O_DIRECT on {file_system} fails: {why}"
+
+
+def _file_system(path: Path) -> str:
+    """Type of the file system that holds a directory: ``ext4``, ``xfs``, ``tmpfs``, ..."""
+    best, name = "", "an unknown file system"
+    here = str(path.resolve()) + "/"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            mount, _, system = line.partition(" - ")
+            point = mount.split()[4].replace("\\040", " ").rstrip("/") + "/"
+            if here.startswith(point) and len(point) >= len(best):
+                best, name = point, system.split()[0]
+    return name
