@@ -5,7 +5,9 @@ Knows Numba only and must not import anything of the project, because ``table`` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar, overload
 
 import numba
@@ -41,10 +43,26 @@ def jit(function: F | None = None, /, *, cache: bool = True, **options: Any) -> 
     def decorate(target: F) -> F:
         if cache:
             try:
-                return numba.njit(cache=True, **options)(target)  # type: ignore[no-any-return]
+                return _stamped(numba.njit(cache=True, **options)(target), target)
             except RuntimeError as error:  # Numba looks for a writable folder when it decorates
                 if "cannot cache function" not in str(error):
                     raise
         return numba.njit(**options)(target)  # type: ignore[no-any-return]
 
     return decorate if function is None else decorate(function)
+
+
+def _stamped(dispatcher: Any, target: Callable[..., Any]) -> Any:
+    """Let the cached code be out of date as soon as any file of the function's folder has changed: Numba looks at the
+    function's own file only, and would go on running what it had inlined from a neighbour."""
+    index = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    if hasattr(index, "_source_stamp"):
+        folder = os.path.dirname(os.path.abspath(target.__code__.co_filename))
+        index._source_stamp = (index._source_stamp, _stamp(folder))
+    return dispatcher
+
+
+@cache
+def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
+    with os.scandir(folder) as files:
+        return tuple(sorted((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.name.endswith(".py")))

@@ -516,6 +516,10 @@ def commit(
 ) -> int:
     """The first `n` blocks of a request, in the device slots `held` that it leases, are computed: they become findable
     and their time starts. Blocks with a deadline are written to disk soon. Returns how many were new."""
+    for i in range(n):
+        e = a.s[held[i]].entry
+        if e != NONE and (a.e[e].k0 != keys[i, 0] or a.e[e].k1 != keys[i, 1]):
+            return NOT_THESE - i
     _admit(a, keys, n, ttl, tenant)
     new = 0
     parent = NONE
@@ -523,8 +527,6 @@ def commit(
         d = held[i]
         e = _enter(a, keys, i, parent, priority, ttl, forget)
         have = a.e[e].slot[DEVICE]
-        if have == NONE and a.s[d].entry != NONE:
-            return NOT_THESE - i
         if have == NONE:
             entries.attach(a, e, DEVICE, d, READY)
             a.s[d].bad_w = 0
