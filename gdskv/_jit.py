@@ -43,7 +43,7 @@ def jit(function: F | None = None, /, *, cache: bool = True, **options: Any) -> 
     def decorate(target: F) -> F:
         if cache:
             try:
-                return _stamped(numba.njit(cache=True, **options)(target), target)
+                return _stamped(numba.njit(cache=True, **options)(target), target)  # type: ignore[no-any-return]
             except RuntimeError as error:  # Numba looks for a writable folder when it decorates
                 if "cannot cache function" not in str(error):
                     raise
@@ -55,7 +55,7 @@ def jit(function: F | None = None, /, *, cache: bool = True, **options: Any) -> 
 def _stamped(dispatcher: Any, target: Callable[..., Any]) -> Any:
     """Let the cached code be out of date as soon as any file of the function's folder has changed: Numba looks at the
     function's own file only, and would go on running what it had inlined from a neighbour."""
-    index = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    index: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(index, "_source_stamp"):
         folder = os.path.dirname(os.path.abspath(target.__code__.co_filename))
         index._source_stamp = (index._source_stamp, _stamp(folder))
