@@ -43,11 +43,11 @@ def jit(function: F | None = None, /, *, cache: bool = True, **options: Any) -> 
     def decorate(target: F) -> F:
         if cache:
             try:
-                return _stamped(numba.njit(cache=True, **options)(target), target)  # type: ignore[no-any-return]
+                return _once(_stamped(numba.njit(cache=True, **options)(target), target))  # type: ignore[no-any-return]
             except RuntimeError as error:  # Numba looks for a writable folder when it decorates
                 if "cannot cache function" not in str(error):
                     raise
-        return numba.njit(**options)(target)  # type: ignore[no-any-return]
+        return _once(numba.njit(**options)(target))  # type: ignore[no-any-return]
 
     return decorate if function is None else decorate(function)
 
@@ -66,3 +66,20 @@ def _stamped(dispatcher: Any, target: Callable[..., Any]) -> Any:
 def _stamp(folder: str) -> tuple[tuple[str, int, int], ...]:
     with os.scandir(folder) as files:
         return tuple(sorted((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.name.endswith(".py")))
+
+
+def _once(dispatcher: Any) -> Any:
+    """Have compiled callers hand over any signed integer, a literal one too, as int64.
+
+    Numba would compile a callee anew for each mix of widths and each literal that it is called with, several times over
+    in all, and most of the time of a first start is that.
+    """
+    template = dispatcher.get_call_template
+    dispatcher.get_call_template = lambda args, kws: template(tuple(map(_plain, args)), kws)
+    return dispatcher
+
+
+def _plain(kind: Any) -> Any:
+    types: Any = numba.types
+    kind = types.unliteral(kind)
+    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind

@@ -1,6 +1,6 @@
 """The block table: which blocks are where, which leave, and which bytes must move for it.
 
-Imports nothing of the project. Decides from the calls made and the times given, so a replay or a second rank decides the same.
+Imports nothing of the project. Decides from the calls made and the times given, as a second rank does.
 """
 
 from .blocktable import Begun, BlockTable, Rejection

@@ -39,9 +39,9 @@ from .state import (
     SPILL,
     SPILL_ALL,
     SPILL_RETAINED,
+    SPILL_REUSED,
     TENANT_LIMIT,
     TENANTS,
-    SPILL_REUSED,
     TIERS,
     WRITE_LIMIT,
     XCAP,
@@ -210,8 +210,8 @@ class BlockTable:
         forget: bool,
         tenant: int = 0,
     ) -> int:
-        """Blocks `keys`, a chain from its root, computed in the leased device `slots`, become findable. `ttl` in ns, 0 =
-        none. Returns how many were new; -1 - i if slot i holds another block's content."""
+        """Blocks `keys`, a chain from its root, computed in the leased device `slots`, become findable. `ttl` in ns,
+        0 = none. Returns how many were new; -1 - i if slot i holds another block's content."""
         ents = np.empty(len(keys), np.int32)
         return int(plan.commit(self.arrays, keys, slots, len(keys), priority, ttl, forget, tenant, ents))
 

@@ -155,7 +155,7 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
             return 18
         counted = (e.flags & np.uint32(COUNTED)) != 0
         retained += counted
-        if counted and e.deadline == 0 or not counted and e.deadline > a.m[NOW]:
+        if (counted and e.deadline == 0) or (not counted and e.deadline > a.m[NOW]):
             return 21
         here = 0
         for t in range(3):

@@ -1,7 +1,7 @@
 """The scoreboard: transfers are planned in order and start when what they depend on is done.
 
 A plan gives slots new owners at once; bytes follow. A transfer waits until the writes of its source, and the writes and
-reads of its destination, that were issued before it are done. It depends only on earlier ones, so nothing waits in a circle.
+reads of its destination, that were issued before it are done. It depends on earlier ones only, so there is no circle.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
 @jit
 def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.ndarray) -> int:
     """Write the transfers that may start now to `out`, at most `room`, in order of issue. One whose source never
-    arrived, or that was cancelled, fails here; if it belongs to a ticket, that is told as in `complete`, the number of rows in `badrows`."""
+    arrived, or that was cancelled, fails here; if it belongs to a ticket, that is told as in `complete`, the number of
+    rows in `badrows`."""
     n = kept = bad = 0
     total = a.m[NXDEF]
     for i in range(total):

@@ -1,5 +1,5 @@
-"""Who leaves a tier first: orphans and forgotten blocks, then by priority, then by the order among equals; blocks with a
-live deadline last, earliest first; children before parents.
+"""Who leaves a tier first: orphans and forgotten blocks, then by priority, then by the order among equals; blocks with
+a live deadline last, earliest first; children before parents.
 
 The order among equals is the replaceable piece: `enlist` and `touch` are least recently used. Reads no clock.
 """

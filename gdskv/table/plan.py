@@ -1,7 +1,7 @@
 """Plans: a whole request at a time, which slots change hands and which transfers follow.
 
-Each plan decides from the calls made so far and nothing else: not from the clock, not from what I/O has finished. Rows of
-`tmp` used as scratch: 0 device slots, 1 host slots, 2 entries to spill, 3 disk slots.
+Each plan decides from the calls made so far and nothing else: not from the clock, not from what I/O has finished. Rows
+of `tmp` used as scratch: 0 device slots, 1 host slots, 2 entries to spill, 3 disk slots.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def _to_disk(a: Arrays, m: int) -> int:
 
 @jit
 def _host_room(a: Arrays, want: int) -> int:
-    """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or is written there."""
+    """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or written there."""
     if a.m[CAP + HOST] == 0 or want == 0:
         return 0
     free = min(want, a.m[NFREE + HOST])
@@ -374,8 +374,8 @@ def begin(
     result: np.ndarray,
 ) -> int:
     """Match `n` keys and lease a device slot for each of `total` blocks: those found are brought there, the others are
-    the caller's to fill. `out` gets slots, `need_w` and `need_r` what `landed` waits for, `result[0]` the matched length.
-    Answers OK, or why not; then nothing has changed but recency."""
+    the caller's to fill. `out` gets slots, `need_w` and `need_r` what `landed` waits for, `result[0]` the matched
+    length. Answers OK, or why not; then nothing has changed but recency."""
     found = match(a, keys, n, ents, tiers)
     result[0] = found
     on_device = 0
@@ -614,7 +614,7 @@ def load(
     ticket: int,
     gone: np.ndarray,
 ) -> int:
-    """Plan the reads of found blocks into the caller's memory. Blocks lost since are listed in `gone`; returns how many."""
+    """Plan the reads of found blocks into the caller's memory. Blocks lost since go to `gone`; returns how many."""
     k = 0
     for i in range(n):
         g = held[i]

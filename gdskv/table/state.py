@@ -1,14 +1,17 @@
 """The arrays of the block table: what each record holds, and how an empty table is laid out.
 
-Knows nothing else of the project: keys, slots and nanoseconds are all it sees. One calling thread owns every array here.
+Knows nothing else of the project: keys, slots and nanoseconds are all it sees. One calling thread owns all arrays.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .handle import LENGTH, Field, Handle
 
 DEVICE, HOST, DISK = 0, 1, 2
 TIERS = ("device", "host", "disk")
@@ -149,7 +152,8 @@ SPILL_ALL, SPILL_REUSED, SPILL_RETAINED = 0, 1, 2
 # Counters, in `count`; each is a metric of the same name.
 COUNTERS = (
     "matched_device matched_host matched_disk committed duplicates offloads onboards_host onboards_disk prefetches "
-    "spills cleaned dropped_clean dropped_unworthy dropped_last shed_queue shed_no_slot evicted_device evicted_host evicted_disk "
+    "spills cleaned dropped_clean dropped_unworthy dropped_last shed_queue shed_no_slot "
+    "evicted_device evicted_host evicted_disk "
     "expired forgotten orphaned adopted rejected failed_reads failed_writes failed_copies bad_payloads "
     "transient_errors quarantined lost joined retained_writes refused_protected over_budget"
 ).split()
@@ -197,8 +201,36 @@ ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
 QUARANTINE_AFTER = 3  # transient errors of one slot
 
 
-class Arrays(NamedTuple):
-    """All state of a table; what the jitted functions take."""
+# What compiled code may take from Arrays, by the same names.
+HANDLE = Handle(
+    (
+        Field("m", np.int64, (LENGTH,)),
+        Field("c", np.int64, (LENGTH,)),
+        Field("e", ENTRY, (LENGTH,)),
+        Field("l", LINK, (LENGTH,)),
+        Field("estack", np.int32, (LENGTH,)),
+        Field("ix", np.uint64, (LENGTH,)),
+        Field("s", SLOT, (LENGTH,)),
+        Field("ends", np.int32, (3, LISTS, 2)),
+        Field("bits", np.uint64, (3, 2)),
+        Field("heap", np.int32, (LENGTH,)),
+        Field("fw", np.uint64, (LENGTH,)),
+        Field("fs", np.uint64, (LENGTH,)),
+        Field("x", XFER, (LENGTH,)),
+        Field("xstack", np.int32, (LENGTH,)),
+        Field("xdef", np.int32, (LENGTH,)),
+        Field("orph", ORPHAN, (LENGTH,)),
+        Field("ten", np.int64, (LENGTH,)),
+        Field("tmp", np.int32, (4, LENGTH)),
+    )
+)
+
+
+@dataclass(eq=False)
+class Arrays:
+    """All state of a table; what the jitted functions take. Not to be copied: it is passed by address."""
+
+    _numba_type_: ClassVar[Handle] = HANDLE
 
     m: NDArray[np.int64]  # META
     c: NDArray[np.int64]  # COUNTERS
@@ -218,6 +250,13 @@ class Arrays(NamedTuple):
     orph: NDArray[Any]  # ORPHAN ring
     ten: NDArray[np.int64]  # retained blocks per tenant
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
+
+    def __post_init__(self) -> None:
+        self._row = HANDLE.row_of(self)
+        self.address = self._row.ctypes.data
+
+    def __reduce__(self) -> str:
+        raise TypeError("the arrays of a table are not copied")
 
 
 def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
