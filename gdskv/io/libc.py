@@ -15,7 +15,7 @@ from numba import types
 from gdskv._jit import jit
 from gdskv.io.atomics import load_i32
 
-__all__ = ["errno_now", "memcpy", "monotonic_ns", "preadv", "pwritev", "sleep_while_equal", "usleep", "wake"]
+__all__ = ["errno_now", "memcpy", "monotonic_ns", "preadv", "pwritev", "sleep_while_equal", "wake"]
 
 _FUTEX = {"x86_64": 202}.get(platform.machine(), 98)  # 98: aarch64, riscv64 and later ports
 _FUTEX_WAIT_PRIVATE = 128
@@ -35,8 +35,6 @@ pwritev = _libc("pwritev", _long, _int, _pointer, _int, _long)
 """``pwritev(fd, vectors, count, offset)``."""
 memcpy = _libc("memcpy", _pointer, _pointer, _pointer, _size)
 """``memcpy(target, source, length)``."""
-usleep = _libc("usleep", _int, types.uint32)
-"""``usleep(microseconds)``."""
 _errno_location = _libc("__errno_location", _pointer)
 _clock_gettime = _libc("clock_gettime", _int, _int, _pointer)
 _syscall = _libc("syscall", _long, _long, _pointer, _long, _long, _pointer, _pointer, _long)

@@ -218,8 +218,9 @@ def _let_go(
     threads: list[threading.Thread],
 ) -> None:
     queues.stop(threads_of, shared, rings)
+    end = time.monotonic() + 0.5
     for thread in threads:
-        thread.join(0.2)
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def drain(engine: PosixEngine, timeout: float = 60.0) -> Results:

@@ -243,6 +243,8 @@ def stop(workers: Words, shared: Words, rings: Words) -> None:
     """Let workers go: no new call, and an end mark behind what is queued for each of the `workers` of a queue."""
     mask = rings.shape[1] - 1
     store_release(shared, len(shared) - LINE + STOP, 1)
+    for lane in range(len(workers), len(shared) // LINE - 1):
+        wake(shared, LINE * lane + TURN, 1 << 30)
     for queue in range(len(workers)):
         tail = shared[LINE * queue + TAIL]
         for i in range(workers[queue]):

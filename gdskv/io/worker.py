@@ -13,7 +13,7 @@ from gdskv._jit import jit
 from gdskv.io.atomics import cas, exchange, fetch_add, load_acquire, store_release
 from gdskv.io.base import COPY, READ, WRITE
 from gdskv.io.crc import crc32c_at
-from gdskv.io.libc import errno_now, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, usleep
+from gdskv.io.libc import errno_now, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, wake
 from gdskv.io.queues import (
     CANCELLED,
     CLAIMED,
@@ -42,8 +42,8 @@ _WHOLE = np.int64(1 << 40)  # bytes: more than any group
 # While a lane's reads come, its writes go one at a time and in small calls: what a read finds before it in the device's
 # own queue is then at most one of these.
 _GENTLE = np.int64(256 << 10)
-_GENTLE_NS = 20_000_000
-_TURN_US = 100
+_GENTLE_NS = 100_000_000
+_ALL = 1 << 30  # sleepers: wake every one
 
 
 @jit(nogil=True)
@@ -135,11 +135,17 @@ def _reads_come(shared: Words, lane: int, clock: Words) -> bool:
 @jit(nogil=True)
 def _await_turn(shared: Words, lane: int, clock: Words) -> bool:
     """Before a write: True with the lane's turn taken while its reads come, False at once when none do."""
-    while _reads_come(shared, lane, clock):
+    while load_acquire(shared, len(shared) - LINE + STOP) == 0 and _reads_come(shared, lane, clock):
         if cas(shared, lane + TURN, 0, 1):
             return True
-        usleep(_TURN_US)
+        sleep_while_equal(shared, lane + TURN, 1)
     return False
+
+
+@jit(nogil=True)
+def _end_turn(shared: Words, lane: int) -> None:
+    store_release(shared, lane + TURN, 0)
+    wake(shared, lane + TURN, _ALL)  # one takes it; the others may see that no reads come any more
 
 
 @jit(nogil=True)
@@ -159,9 +165,11 @@ def _call(
     fd, offset = descriptors["fd"][first], descriptors["offset"][first]
     moved = 0
     while moved < total:
-        if load_acquire(shared, len(shared) - LINE + STOP) != 0:
-            return moved, errno.ECANCELED
         turn = kind == WRITE and _await_turn(shared, lane, clock)
+        if load_acquire(shared, len(shared) - LINE + STOP) != 0:
+            if turn:
+                _end_turn(shared, lane)
+            return moved, errno.ECANCELED
         most = _GENTLE if turn else _WHOLE
         n = _gather(first, moved, most, total, descriptors, link, vectors)
         if kind == READ:
@@ -170,7 +178,7 @@ def _call(
             done = pwritev(fd, vectors.ctypes.data, n, offset + moved)
         why = errno_now() if done < 0 else 0
         if turn:
-            store_release(shared, lane + TURN, 0)
+            _end_turn(shared, lane)
         counts[_CALLS] += 1
         if done > 0:
             moved += done
