@@ -197,10 +197,8 @@ def _check_space(files: list[Path], shares: list[int], slot_bytes: int, disk_byt
             share = f"{100 * min_free:.3g}% ({format_size(kept)})" if min_free < 1 else format_size(kept)
             refusal = refusal or f"{path}: {format_size(free)} free, {share} must stay free{_others(files, members)}"
     if refusal:
-        raise DirectoryError(
-            f"disk_bytes={format_size(disk_bytes)} does not fit {refusal}. "
-            f"Lower disk_bytes to at most {format_size(most)}, or min_free."
-        )
+        remedy = f"Lower disk_bytes to at most {format_size(most)}, or" if most else "Free some space, or lower"
+        raise DirectoryError(f"disk_bytes={format_size(disk_bytes)} does not fit {refusal}. {remedy} min_free.")
 
 
 def _others(files: list[Path], members: list[int]) -> str:

@@ -59,7 +59,7 @@ class HostPool:
         """Address of a slot."""
         if not 0 <= slot < self.blocks:
             raise IndexError(f"slot {slot} is not among the host pool's {self.blocks}")
-        return self.base + slot * self.stride
+        return self.base + int(slot) * self.stride  # a request's slots are int32, an address is not
 
     def view(self, slot: int) -> npt.NDArray[np.uint8]:
         """The bytes of a slot, (slot_bytes,) uint8, no copy."""
