@@ -165,6 +165,8 @@ def test_public_names_exist():
     assert issubclass(gdskv.DirectoryBusy, GdskvError)
     assert issubclass(gdskv.DirectoryError, OSError)
     assert set(gdskv.__all__) <= set(dir(gdskv))
+    for name in gdskv.__all__:
+        assert getattr(gdskv, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         gdskv.nothing  # noqa: B018
 
