@@ -5,6 +5,7 @@ Adds no decision of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ from .state import (
     SPILL_ALL,
     SPILL_RETAINED,
     SPILL_REUSED,
+    STRIPE,
     TENANT_LIMIT,
     TENANTS,
     TIERS,
@@ -99,6 +101,10 @@ class BlockTable:
         Seconds until a block is tried again after a transient read error; until an orphan loses its place.
     retained_limit, tenant_limit : int
         Blocks with a live deadline, ancestors included, in all and per tenant.
+    directories : sequence of int
+        Disk slots per directory, one after the other; by default all in one.
+    stripe_width : int
+        Directories that one allocation is cut over.
     """
 
     def __init__(
@@ -117,10 +123,13 @@ class BlockTable:
         orphan_grace: float = 30.0,
         retained_limit: int = 1 << 40,
         tenant_limit: int = 1 << 40,
+        directories: Sequence[int] = (),
+        stripe_width: int = 4,
     ) -> None:
         memory = device_blocks + host_blocks
         self.transfers = transfers or max(4096, 4 * memory + 4 * write_limit)
-        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers)
+        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers, directories)
+        a.m[STRIPE] = stripe_width
         a.m[WRITE_LIMIT] = write_limit
         a.m[SPILL] = _SPILL[spill]
         a.m[PROTECT] = protect_unexpired

@@ -30,12 +30,14 @@ from .state import (
     NLISTED,
     NONE,
     NOW,
+    NREGIONS,
     NRETAINED,
     NUSED,
     NWRITING,
     NXDEF,
     NXFREE,
     QUARANTINED,
+    REGION0,
     TAKEN,
     UNLISTED,
     WBASE,
@@ -108,7 +110,12 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
                     return 5
             elif s.state == TAKEN and s.lease == 0:
                 return 4
-        if free != a.m[NFREE + t]:
+        open_free = all_free = 0
+        for r in range(a.m[REGION0 + t], a.m[REGION0 + t] + a.m[NREGIONS + t]):
+            all_free += a.rg[r].free
+            if a.rg[r].closed == 0:
+                open_free += a.rg[r].free
+        if free != all_free or open_free != a.m[NFREE + t]:
             return 1
         if (
             leased != a.m[NLEASED + t]

@@ -9,7 +9,22 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from .state import BASE, CAP, CURSOR, FREE, NBAD, NFREE, QUARANTINED, SBASE, TAKEN, WBASE, Arrays
+from .state import (
+    BASE,
+    CAP,
+    FREE,
+    NBAD,
+    NFREE,
+    NREGIONS,
+    QUARANTINED,
+    REGION0,
+    SBASE,
+    STRIPE,
+    TAKEN,
+    TURN,
+    WBASE,
+    Arrays,
+)
 
 _63 = np.int64(63)
 _0 = np.uint64(0)
@@ -93,35 +108,63 @@ def _mark_taken(a: Arrays, t: int, slot: int) -> None:
 
 
 @jit
-def take(a: Arrays, t: int, want: int, out: np.ndarray, at: int) -> int:
-    """Take `want` free slots (there must be that many) in runs as long as can be had; global slot numbers go to
-    `out[at:]`. Looks at a bounded number of runs, from where the last one ended."""
-    cap, base = a.m[CAP + t], a.m[BASE + t]
+def _take_from(a: Arrays, t: int, r: int, want: int, out: np.ndarray, at: int) -> int:
+    """Take up to `want` slots of region `r`, in runs as long as can be had; how many it were. Looks at a bounded number
+    of runs, from where the last one ended."""
+    base = a.m[BASE + t]
+    rg = a.rg[r]
+    want = min(want, rg.free)
     got = 0
     while got < want:
         need = want - got
-        cursor = a.m[CURSOR + t]
-        best, length = -1, 0
+        best, length = rg.first, 0
         for _ in range(LOOKS):
-            i = _next_free(a, t, cursor)
-            if i >= cap:
-                if cursor == 0:
+            i = _next_free(a, t, rg.cursor)
+            if i >= rg.end:
+                if rg.cursor == rg.first:
                     break
-                cursor = 0
+                rg.cursor = rg.first
                 continue
-            end = _next_taken(a, t, i, min(cap, i + need))
+            end = _next_taken(a, t, i, min(rg.end, i + need))
             if end - i > length:
                 best, length = i, end - i
             if length >= need or length >= GOOD_RUN:
                 break
-            cursor = end
+            rg.cursor = end
         for i in range(best, best + length):
             _mark_taken(a, t, i)
             out[at + got] = base + i
             got += 1
-        a.m[CURSOR + t] = best + length
+        rg.cursor = best + length
+    rg.free -= want
     a.m[NFREE + t] -= want
+    return want
+
+
+@jit
+def take(a: Arrays, t: int, want: int, out: np.ndarray, at: int) -> int:
+    """Take `want` free slots (there must be that many); global slot numbers go to `out[at:]`. Cut over at most `stripe`
+    regions at a time, each piece long enough to move as one extent, beginning with another region each time."""
+    regions = a.m[NREGIONS + t]
+    if regions == 1:
+        return _take_from(a, t, a.m[REGION0 + t], want, out, at)
+    parts = min(a.m[STRIPE], regions)
+    piece = max(GOOD_RUN, (want + parts - 1) // parts)
+    got = 0
+    while got < want:
+        r = a.m[REGION0 + t] + a.m[TURN + t] % regions
+        a.m[TURN + t] += 1
+        if a.rg[r].closed == 0:
+            got += _take_from(a, t, r, min(piece, want - got), out, at + got)
     return got
+
+
+@jit
+def _region(a: Arrays, t: int, slot: int) -> int:
+    r = a.m[REGION0 + t]
+    while slot >= a.rg[r].end:
+        r += 1
+    return r
 
 
 @jit
@@ -132,7 +175,28 @@ def give(a: Arrays, t: int, g: int) -> None:
     a.fw[w] |= _1 << np.uint64(slot & _63)
     a.fs[a.m[SBASE + t] + (slot >> 12)] |= _1 << np.uint64((slot >> 6) & _63)
     a.s[g].state = FREE
-    a.m[NFREE + t] += 1
+    rg = a.rg[_region(a, t, slot)]
+    rg.free += 1
+    if rg.closed == 0:
+        a.m[NFREE + t] += 1
+
+
+@jit
+def claim(a: Arrays, t: int, g: int) -> None:
+    """Take one particular free slot, as a recovery does."""
+    slot = g - a.m[BASE + t]
+    _mark_taken(a, t, slot)
+    a.rg[_region(a, t, slot)].free -= 1
+    a.m[NFREE + t] -= 1
+
+
+@jit
+def close_region(a: Arrays, t: int, k: int, closed: bool) -> None:
+    """Stop, or begin again, to hand out the free slots of region `k`. Blocks in it are served all the same."""
+    rg = a.rg[a.m[REGION0 + t] + k]
+    if rg.closed != closed:
+        rg.closed = closed
+        a.m[NFREE + t] += -rg.free if closed else rg.free
 
 
 @jit

@@ -5,6 +5,7 @@ Knows nothing else of the project: keys, slots and nanoseconds are all it sees. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -111,9 +112,9 @@ X_FREE, X_DEFERRED, X_LAUNCHED = 0, 1, 2
 
 # Scalars of the table, in `meta`. Entries ending in _3 are one a tier.
 META = (
-    "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 cursor_3 heap_3 listed_3 leased_3 bad_3 used_3 "
+    "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
-    "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit"
+    "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit stripe"
 ).split()
 
 
@@ -129,7 +130,8 @@ def _places() -> dict[str, int]:
 
 _P = _places()
 CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
-NFREE, CURSOR, NHEAP, NLISTED = _P["FREE"], _P["CURSOR"], _P["HEAP"], _P["LISTED"]
+NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
+REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
 NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
 XCAP, NXFREE, NXDEF, ORPH_HEAD, ORPH_TAIL = _P["XCAP"], _P["XFREE"], _P["XDEF"], _P["ORPH_HEAD"], _P["ORPH_TAIL"]
@@ -195,6 +197,16 @@ COUNTERS = (
     C_OVER_BUDGET,
 ) = range(len(COUNTERS))
 
+REGION = np.dtype(
+    [
+        ("first", "<i8"),  # slot within the tier
+        ("end", "<i8"),
+        ("cursor", "<i8"),  # where the last run ended
+        ("free", "<i8"),
+        ("closed", "<i8"),  # 1: its free slots are not handed out
+    ]
+)  # a tier is one region; the disk tier one per directory
+
 ORPHAN = np.dtype([("due", "<i8"), ("entry", "<i4"), ("gen", "<u4")])
 TENANTS = 4096  # told apart in the budget; later ones share the last place
 ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
@@ -221,6 +233,7 @@ HANDLE = Handle(
         Field("xdef", np.int32, (LENGTH,)),
         Field("orph", ORPHAN, (LENGTH,)),
         Field("ten", np.int64, (LENGTH,)),
+        Field("rg", REGION, (LENGTH,)),
         Field("tmp", np.int32, (4, LENGTH)),
     )
 )
@@ -249,6 +262,7 @@ class Arrays:
     xdef: NDArray[np.int32]  # deferred transfers, in order of issue
     orph: NDArray[Any]  # ORPHAN ring
     ten: NDArray[np.int64]  # retained blocks per tenant
+    rg: NDArray[Any]  # REGION of all tiers
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
 
     def __post_init__(self) -> None:
@@ -259,7 +273,7 @@ class Arrays:
         raise TypeError("the arrays of a table are not copied")
 
 
-def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
+def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Sequence[int] = ()) -> Arrays:
     """Lay out an empty table.
 
     Parameters
@@ -268,6 +282,8 @@ def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
         Slots per tier; 0 = the tier is absent.
     transfers : int
         Transfers that may be planned or in flight at once.
+    regions : sequence of int
+        Disk slots per directory, `disk` in all; by default one directory.
     """
     caps = (device, host, disk)
     total = sum(caps)
@@ -276,6 +292,9 @@ def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
     base = wbase = sbase = 0
     words = [(c + 63) // 64 for c in caps]
     sums = [(w + 63) // 64 for w in words]
+    cuts = [[device], [host], list(regions) or [disk]]
+    rg = np.zeros(sum(map(len, cuts)), REGION)
+    r = 0
     fw = np.zeros(sum(words) + 1, np.uint64)
     fs = np.zeros(sum(sums) + 1, np.uint64)
     for t in range(3):
@@ -283,6 +302,12 @@ def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
         m[HBASE + t], m[NFREE + t] = base, caps[t]
         _fill_bits(fw[wbase : wbase + words[t]], caps[t])
         _fill_bits(fs[sbase : sbase + sums[t]], words[t])
+        m[REGION0 + t], m[NREGIONS + t] = r, len(cuts[t])
+        first = 0
+        for size in cuts[t]:
+            rg[r] = (first, first + size, first, size, 0)
+            first += size
+            r += 1
         base += caps[t]
         wbase += words[t]
         sbase += sums[t]
@@ -315,6 +340,7 @@ def new_arrays(device: int, host: int, disk: int, transfers: int) -> Arrays:
         xdef=np.zeros(transfers, np.int32),
         orph=np.zeros(ORPHANS, ORPHAN),
         ten=np.zeros(TENANTS, np.int64),
+        rg=rg,
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
     )
 
