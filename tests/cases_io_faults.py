@@ -20,7 +20,7 @@ import pytest
 from llvmlite import binding
 
 from gdskv.io.base import READ, RESULT, TRANSFER, WRITE, Slab, Transfers
-from gdskv.io.posix import PosixEngine, drain
+from gdskv.io.posix import WRITE_THREADS, PosixEngine, drain
 from gdskv.pools.memory import Memory
 
 PAGE = 4096
@@ -237,7 +237,7 @@ def test_reads_are_not_held_behind_writes(slab, memory, calls):
     assert out["tag"][:n].min() >= 5000
     gate.open.set()
     drain(engine)
-    assert gate.most == 2, "writes with the device at once: the threads for them"
+    assert gate.most == WRITE_THREADS, "writes with the device at once: the threads for them"
     assert engine.close(5)
 
 

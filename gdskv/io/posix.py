@@ -20,7 +20,7 @@ from gdskv.io.base import COPY, READ, RESULT, TRANSFER, WRITE, Results, Slab, Ta
 __all__ = ["READ_THREADS", "WRITE_THREADS", "PosixEngine", "drain"]
 
 READ_THREADS = 8
-WRITE_THREADS = 2
+WRITE_THREADS = 6
 
 
 class PosixEngine:
