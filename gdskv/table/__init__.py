@@ -4,9 +4,11 @@ Imports nothing of the project. Decides from the calls made and the times given,
 """
 
 from .blocktable import Begun, BlockTable, Rejection
+from .journal import CHANGE
 from .state import COUNTERS, DEFAULT_PRIORITY, DEVICE, DISK, HOST, TIERS, XFER
 
 __all__ = [
+    "CHANGE",
     "COUNTERS",
     "DEFAULT_PRIORITY",
     "DEVICE",

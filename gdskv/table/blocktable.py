@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import entries, moves, plan
+from . import entries, journal, moves, plan
 from .check import WRONG, check
 from .state import (
     BASE,
@@ -23,6 +23,9 @@ from .state import (
     DISK,
     GRACE_NS,
     HOST,
+    JHEAD,
+    JOURNAL,
+    JTAIL,
     NBAD,
     NBADROWS,
     NFREE,
@@ -293,6 +296,34 @@ class BlockTable:
         """Let the deferred transfers of a ticket fail; the launched ones, which the I/O engine may still cancel."""
         out = np.empty(self.transfers, np.int64)
         return out[: moves.cancel(self.arrays, ticket, out)]
+
+    def remember(self) -> None:
+        """Keep a journal of the disk tier from now on."""
+        self.arrays.m[JOURNAL] = 1
+
+    def changes(self, out: NDArray[Any]) -> int:
+        """What is to be remembered, into `out` (dtype CHANGE); each slot is busy until `written`."""
+        return int(journal.drain(self.arrays, len(out), out))
+
+    def written(self, slot: int, what: int, ok: bool) -> None:
+        """The record of a disk slot is written, or failed to be."""
+        journal.written(self.arrays, slot, what, ok)
+
+    @property
+    def unremembered(self) -> int:
+        """Disk slots whose changes are not written yet."""
+        return int(self.arrays.m[JTAIL] - self.arrays.m[JHEAD])
+
+    def restore(self, changes: NDArray[Any]) -> int:
+        """Make the disk tier from remembered blocks (dtype CHANGE), least recently used first; how many came back."""
+        return int(journal.restore(self.arrays, changes, len(changes)))
+
+    def flush(self, most: int) -> int:
+        """Plan writes of up to `most` blocks that memory alone holds, the most valuable first."""
+        if not self.capacity(DISK):
+            return 0
+        n = int(plan.flush(self.arrays, DEVICE, most))
+        return n + int(plan.flush(self.arrays, HOST, most - n))
 
     def counters(self) -> dict[str, int]:
         """What has happened since the table was made, and how full it is."""

@@ -10,6 +10,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import index, order, slots
+from .notes import FILL, note, note_state
 from .state import (
     ABSENT,
     C_ADOPTED,
@@ -20,6 +21,7 @@ from .state import (
     C_QUARANTINED,
     CLOCK,
     COUNTED,
+    DISK,
     FIRST,
     FORGET,
     GRACE_NS,
@@ -86,6 +88,8 @@ def relink(a: Arrays, parent: int, n: int) -> None:
     if parent != NONE and a.e[n].parent == NONE and (a.e[n].flags & np.uint32(ROOT)) == 0:
         adopt(a, parent, n)
         a.c[C_ADOPTED] += 1
+        if a.e[n].slot[DISK] != NONE:
+            note(a, a.e[n].slot[DISK], FILL)
         for t in range(3):
             g = a.e[n].slot[t]
             if g != NONE and a.s[g].where == FIRST:
@@ -93,7 +97,8 @@ def relink(a: Arrays, parent: int, n: int) -> None:
 
 
 @jit
-def _leave_parent(a: Arrays, n: int) -> None:
+def leave_parent(a: Arrays, n: int) -> None:
+    """Entry `n` hangs under nobody any more."""
     p = a.e[n].parent
     if p == NONE:
         return
@@ -113,7 +118,8 @@ def _leave_parent(a: Arrays, n: int) -> None:
 
 
 @jit
-def _orphan(a: Arrays, n: int) -> None:
+def lose_sight(a: Arrays, n: int) -> None:
+    """Entry `n` is an orphan: after its grace it leaves first."""
     a.c[C_ORPHANED] += 1
     if a.m[ORPH_TAIL] - a.m[ORPH_HEAD] < ORPHANS and a.m[GRACE_NS] > 0:
         o = a.orph[a.m[ORPH_TAIL] % ORPHANS]
@@ -128,13 +134,13 @@ def _orphan(a: Arrays, n: int) -> None:
 @jit
 def _destroy(a: Arrays, n: int) -> None:
     order.uncount(a, n)
-    _leave_parent(a, n)
+    leave_parent(a, n)
     c = a.l[n].child
     while c != NONE:
         after = a.l[c].next
         a.e[c].parent = NONE
         a.l[c].prev = a.l[c].next = NONE
-        _orphan(a, c)
+        lose_sight(a, c)
         c = after
     a.l[n].child = NONE
     index.remove(a, n)
@@ -166,6 +172,8 @@ def detach(a: Arrays, n: int, t: int) -> int:
     a.e[n].slot[t] = NONE
     a.e[n].state[t] = ABSENT
     a.m[NUSED + t] -= 1
+    if t == DISK:
+        note(a, g, FILL)
     p = a.e[n].parent
     if p != NONE:
         a.l[p].kids[t] -= 1
@@ -264,6 +272,7 @@ def expire(a: Arrays, n: int) -> None:
     else:
         a.c[C_EXPIRED] += 1
         order.settle(a, n)
+        note_state(a, n)
 
 
 @jit
@@ -308,6 +317,7 @@ def set_retention(a: Arrays, n: int, priority: int, deadline: int, forget_it: bo
         ln.own_deadline = max(ln.own_deadline, deadline)
         if not (forget_it and deadline != 0):
             a.e[n].flags &= ~np.uint32(FORGET)
+        note_state(a, n)
 
 
 @jit

@@ -11,11 +11,13 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import entries
+from .notes import FILL, STATE, note
 from .state import (
     C_BAD_PAYLOADS,
     C_FAILED_COPIES,
     C_FAILED_READS,
     C_FAILED_WRITES,
+    C_STALE,
     C_TRANSIENT,
     CALLER_TO_DISK,
     CALLER_TO_HOST,
@@ -40,6 +42,7 @@ from .state import (
     QUARANTINE_AFTER,
     READY,
     RETRY_NS,
+    UNVERIFIED,
     X_DEFERRED,
     X_FREE,
     X_LAUNCHED,
@@ -116,6 +119,8 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
         if ok:
             if mine:
                 a.e[n].state[t] = READY
+                if t == DISK:
+                    note(a, dst, FILL | STATE)
         else:
             a.s[dst].bad_w = w_no
             if mine:
@@ -124,6 +129,8 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
                 else:
                     entries.lose(a, n, t, False)
     if ok:
+        if reads_disk(kind) and _current(a, n, gen, DISK, src):
+            a.s[src].fails = 0
         return
     if writes_disk(kind):
         a.c[C_FAILED_WRITES] += 1
@@ -133,12 +140,17 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
             a.c[C_BAD_PAYLOADS] += 1
         if (lied or transient) and _current(a, n, gen, DISK, src):
             s = a.s[src]
-            s.fails += np.uint32(1)
-            if lied or s.fails >= QUARANTINE_AFTER:
+            if lied and s.fails & np.uint32(UNVERIFIED):  # its record is older than its bytes: a crash came between
+                a.c[C_STALE] += 1
+                entries.lose(a, n, DISK, False)
+                return
+            tries = (s.fails & np.uint32(~UNVERIFIED & 0xFFFFFFFF)) + np.uint32(1)
+            s.fails = (s.fails & np.uint32(UNVERIFIED)) | tries
+            if lied or tries >= QUARANTINE_AFTER:
                 entries.lose(a, n, DISK, True)
             else:
                 a.c[C_TRANSIENT] += 1
-                s.retry_at = a.m[NOW] + (a.m[RETRY_NS] << np.int64(s.fails - np.uint32(1)))
+                s.retry_at = a.m[NOW] + (a.m[RETRY_NS] << np.int64(tries - np.uint32(1)))
     else:
         a.c[C_FAILED_COPIES] += 1
 

@@ -12,6 +12,7 @@ from gdskv._jit import jit
 
 from . import entries, index, order, slots
 from .moves import issue
+from .notes import note_state
 from .state import (
     C_CLEANED,
     C_COMMITTED,
@@ -47,6 +48,7 @@ from .state import (
     DISK_TO_DEVICE,
     DISK_TO_HOST,
     FILLING,
+    HBASE,
     HOST,
     HOST_TO_CALLER,
     HOST_TO_DEVICE,
@@ -101,9 +103,19 @@ def serving_tier(a: Arrays, n: int) -> int:
 
 
 @jit
+def _look_ahead(a: Arrays, keys: np.ndarray, i: int, n: int) -> None:
+    """Key `i` of `n` is about to be looked up: misses of the cache for those after it shall overlap."""
+    if i + index.AHEAD < n:
+        index.expect(a, keys[i + index.AHEAD, 0])
+    if i + index.AHEAD // 2 < n:
+        index.expect_entry(a, keys[i + index.AHEAD // 2, 0])
+
+
+@jit
 def match(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray) -> int:
     """Longest run of keys from the first that can be served; entry and tier of each. Changes nothing."""
     for i in range(n):
+        _look_ahead(a, keys, i, n)
         e = index.find(a, keys[i, 0], keys[i, 1])
         if e == NONE or order.forgotten(a, e, a.m[NOW]):
             return i
@@ -123,6 +135,7 @@ def _touch(a: Arrays, ents: np.ndarray, n: int) -> None:
         e = ents[i]
         a.e[e].uses += np.uint32(1)
         a.e[e].last = a.m[CLOCK]
+        note_state(a, e)
         for t in range(3):
             if a.e[e].slot[t] != NONE:
                 order.touch(a, t, a.e[e].slot[t])
@@ -312,6 +325,24 @@ def _clean(a: Arrays, most: int) -> None:
     a.c[C_CLEANED] += _to_disk(a, m)
 
 
+@jit
+def flush(a: Arrays, t: int, most: int) -> int:
+    """Write the blocks that only tier `t` holds to disk, the most valuable first, at most `most`; how many."""
+    m = 0
+    for i in range(a.m[NHEAP + t]):
+        n = a.s[a.heap[a.m[HBASE + t] + i]].entry
+        if m < most and a.e[n].slot[DISK] == NONE:
+            m = _gather(a, n, m)
+    for q in range(LISTS - 1, -1, -1):
+        g = a.ends[t, q, 1]
+        while g != NONE and m < most:
+            n = a.s[g].entry
+            if a.e[n].slot[DISK] == NONE and _worth(a, n):
+                m = _gather(a, n, m)
+            g = a.s[g].prev
+    return _to_disk(a, m)
+
+
 # ---- from device
 
 
@@ -355,6 +386,8 @@ def _device_room(a: Arrays, want: int) -> bool:
                 a.c[C_DROPPED_UNWORTHY] += 1
     _to_disk(a, m)
     for i in range(free + there, want):
+        if i + index.AHEAD < want:
+            index.expect(a, a.e[a.s[a.tmp[0, i + index.AHEAD]].entry].k0)
         _take_leave(a, DEVICE, a.s[a.tmp[0, i]].entry)
     a.c[C_EVICTED + DEVICE] += want - free
     return True
@@ -524,6 +557,7 @@ def commit(
     new = 0
     parent = NONE
     for i in range(n):
+        _look_ahead(a, keys, i, n)
         d = held[i]
         e = _enter(a, keys, i, parent, priority, ttl, forget)
         have = a.e[e].slot[DEVICE]

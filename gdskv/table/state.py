@@ -114,7 +114,8 @@ X_FREE, X_DEFERRED, X_LAUNCHED = 0, 1, 2
 META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
-    "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit stripe"
+    "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit "
+    "stripe journal jhead jtail"
 ).split()
 
 
@@ -131,6 +132,7 @@ def _places() -> dict[str, int]:
 _P = _places()
 CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
 NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
+JOURNAL, JHEAD, JTAIL = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"]
 REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
 NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
@@ -157,7 +159,7 @@ COUNTERS = (
     "spills cleaned dropped_clean dropped_unworthy dropped_last shed_queue shed_no_slot "
     "evicted_device evicted_host evicted_disk "
     "expired forgotten orphaned adopted rejected failed_reads failed_writes failed_copies bad_payloads "
-    "transient_errors quarantined lost joined retained_writes refused_protected over_budget"
+    "transient_errors quarantined lost joined retained_writes refused_protected over_budget recovered stale_slots"
 ).split()
 (
     C_MATCHED,
@@ -195,6 +197,8 @@ COUNTERS = (
     C_RETAINED_WRITES,
     C_REFUSED_PROTECTED,
     C_OVER_BUDGET,
+    C_RECOVERED,
+    C_STALE,
 ) = range(len(COUNTERS))
 
 REGION = np.dtype(
@@ -210,6 +214,7 @@ REGION = np.dtype(
 ORPHAN = np.dtype([("due", "<i8"), ("entry", "<i4"), ("gen", "<u4")])
 TENANTS = 4096  # told apart in the budget; later ones share the last place
 ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
+UNVERIFIED = 0x80000000  # in SLOT.fails: recovered, and not read since
 QUARANTINE_AFTER = 3  # transient errors of one slot
 
 
@@ -233,6 +238,8 @@ HANDLE = Handle(
         Field("xdef", np.int32, (LENGTH,)),
         Field("orph", ORPHAN, (LENGTH,)),
         Field("ten", np.int64, (LENGTH,)),
+        Field("jr", np.int32, (LENGTH,)),
+        Field("jf", np.uint8, (LENGTH,)),
         Field("rg", REGION, (LENGTH,)),
         Field("tmp", np.int32, (4, LENGTH)),
     )
@@ -262,6 +269,8 @@ class Arrays:
     xdef: NDArray[np.int32]  # deferred transfers, in order of issue
     orph: NDArray[Any]  # ORPHAN ring
     ten: NDArray[np.int64]  # retained blocks per tenant
+    jr: NDArray[np.int32]  # ring of disk slots to be remembered
+    jf: NDArray[np.uint8]  # what of each
     rg: NDArray[Any]  # REGION of all tiers
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
 
@@ -340,6 +349,8 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
         xdef=np.zeros(transfers, np.int32),
         orph=np.zeros(ORPHANS, ORPHAN),
         ten=np.zeros(TENANTS, np.int64),
+        jr=np.zeros(max(disk, 1), np.int32),
+        jf=np.zeros(max(disk, 1), np.uint8),
         rg=rg,
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
     )

@@ -1,0 +1,34 @@
+"""Which disk slots have changed since they were last remembered: the cheap half of the journal, called from everywhere.
+
+Knows the arrays only; what is written of a change, and where, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from gdskv._jit import jit
+
+from .state import BASE, CAP, DISK, JOURNAL, JTAIL, NONE, Arrays
+
+# What is to be written of a slot, in `jf`; BUSY while it is being written.
+FILL, STATE, BUSY = 1, 2, 4
+
+
+@jit
+def note(a: Arrays, g: int, what: int) -> None:
+    """Something about disk slot `g` is to be remembered."""
+    if a.m[JOURNAL] == 0:
+        return
+    k = g - a.m[BASE + DISK]
+    f = a.jf[k]
+    if f & (FILL | STATE) == 0:
+        a.jr[a.m[JTAIL] % a.m[CAP + DISK]] = k
+        a.m[JTAIL] += 1
+    a.jf[k] = f | what
+
+
+@jit
+def note_state(a: Arrays, n: int) -> None:
+    """Priority, deadline or use of entry `n` has changed."""
+    g = a.e[n].slot[DISK]
+    if g != NONE:
+        note(a, g, STATE)
