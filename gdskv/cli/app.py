@@ -6,11 +6,10 @@ Each command is a module of its own, which imports what it needs when it runs.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 
 import typer
 
+from gdskv.cli.bench import app as bench
 from gdskv.cli.console import print_error
 from gdskv.cli.demo import demo
 from gdskv.cli.replay import replay
@@ -28,8 +27,7 @@ app = typer.Typer(
 )
 app.command(epilog="Example: gdskv demo")(demo)
 app.command(epilog="Example: gdskv replay --simulate --disk-blocks 5000")(replay)
-if find_spec("gdskv.cli.bench"):
-    app.add_typer(import_module("gdskv.cli.bench").app, name="bench")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-__all__ = ["out", "print_error", "print_json", "progress"]
+if TYPE_CHECKING:
+    from gdskv.pools.disk import DirectoryInfo
+
+__all__ = ["out", "places", "print_error", "print_json", "print_places", "progress"]
 
 out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -40,3 +43,14 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, *times, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+def places(directories: Iterable[DirectoryInfo]) -> list[dict[str, str]]:
+    """Return for each directory of the disk tier how its bytes move, for a JSON object."""
+    return [{"path": str(d.path), "file_system": d.file_system, "mode": d.mode, "why": d.why} for d in directories]
+
+
+def print_places(listed: Iterable[Mapping[str, str]]) -> None:
+    """Write what ``places`` gave as lines."""
+    for place in listed:
+        out.print("disk tier in {path} ({file_system}): {mode}, {why}".format(**place), markup=False)

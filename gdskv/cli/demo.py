@@ -100,7 +100,7 @@ class _Audit:
         if request is None:
             return
         for key, slot in zip(request.keys[: generation.saved], request.blocks.tolist(), strict=False):
-            checksum = zlib.crc32(self._kv.device_pool.view(slot))
+            checksum = zlib.crc32(self._kv.device_pool.view(slot)[: self._kv.layout.block_bytes].tobytes())
             self.wrong += self._seen.setdefault(key.tobytes(), checksum) != checksum
 
 
@@ -130,8 +130,9 @@ def _run(network: Any, name: str, directory: Path, tokens_per_block: int) -> dic
             rows = [_ask(engine, plain, *question, step) for question in asked]
         kv.check()
         counters = kv.stats()
-        sizing = str(kv.sizing)
-    return _result(name, network, layout, rows, audit.wrong) | {"sizing": sizing, "counters": counters}
+        assert kv.store.disk_pool is not None
+        opened = {"sizing": str(kv.sizing), "directories": console.places(kv.store.disk_pool.directories)}
+    return _result(name, network, layout, rows, audit.wrong) | opened | {"counters": counters}
 
 
 def _questions(vocabulary: int) -> list[tuple[int, int, list[int]]]:
@@ -196,13 +197,14 @@ def _show(result: dict[str, Any]) -> None:
         f"blocks of {result['tokens_per_block']} tokens, {format_size(result['block_bytes'])}"
     )
     console.out.print(result["sizing"], markup=False)
+    console.print_places(result["directories"])
     table = Table(title="prompt tokens reused and computed; time to first token", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("round", "document", "device", "host", "disk", "computed", "first", "no cache", "answer"):
+    for name in ("round", "doc", "device", "host", "disk", "computed", "first ms", "no cache ms", "answer"):
         table.add_column(name, justify="left" if name == "answer" else "right")
     for row in result["rows"]:
         table.add_row(
             *(f"{row[n]:,}" for n in ("round", "document", "device", "host", "disk", "recomputed")),
-            *(f"{row[n]:,.0f} ms" for n in ("ttft_ms", "ttft_without_ms")),
+            *(f"{row[n]:,.0f}" for n in ("ttft_ms", "ttft_without_ms")),
             "equal" if row["equal"] else "[bold red]different[/]",
             end_section=row["round"] == 1 and row["document"] == _DOCUMENTS,
         )

@@ -92,11 +92,19 @@ def replay(
 
 def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]:
     hits = {tier: tally.hits[tier] for tier in ("device", "host", "disk")}
+    written, bytes_written, bytes_read = (
+        sum(count for name, count in tally.stats.items() if name.startswith(f"io_{what}"))
+        for what in ("write_transfers", "write_bytes", "read_bytes")
+    )
+    if plan.simulate and next(iter(plan.blocks)) == "disk":  # alone, it is written by the requests themselves
+        written, bytes_written = tally.blocks_missing, tally.blocks_missing * plan.block_bytes
+        bytes_read = hits["disk"] * plan.block_bytes
     return {
         "trace": name,
         "simulate": plan.simulate,
         "policy": plan.policy,
         "tiers": plan.blocks,
+        "directories": console.places(tally.directories),
         "block_bytes": plan.block_bytes,
         "block_tokens": trace.block_tokens,
         "requests": tally.requests,
@@ -106,9 +114,9 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "hit_ratio": sum(hits.values()) / max(tally.blocks_asked, 1),
         **{f"hits_{tier}": count for tier, count in hits.items()},
         "tokens_reused": sum(hits.values()) * trace.block_tokens,
-        "blocks_written": 0,
-        "bytes_read": 0,
-        "bytes_written": 0,
+        "blocks_written": written,
+        "bytes_read": bytes_read,
+        "bytes_written": bytes_written,
         "verified_blocks": tally.verified_blocks,
         "wrong_blocks": tally.wrong_blocks,
         "failed_blocks": tally.failed_blocks,
@@ -135,6 +143,7 @@ def _show(report: dict[str, Any]) -> None:
         hits = report[f"hits_{tier}"]
         found.add_row(tier, f"{blocks:,}", f"{hits:,}", f"{hits / asked:.4f}")
     console.out.print(found)
+    console.print_places(report["directories"])
     times = Table("call", "p50", "p99", "p99.9", title="time per call in µs", title_justify="left", box=SIMPLE_HEAD)
     for column in times.columns[1:]:
         column.justify = "right"

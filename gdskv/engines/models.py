@@ -58,11 +58,12 @@ def load_model(path: Path) -> Any:
     remedy = "Give a folder with config.json and weights, as save_pretrained writes it."
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} is not a model: it has no config.json. {remedy}")
+    transformers.utils.logging.disable_progress_bar()  # it would write to standard error even where nobody looks
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True).eval()
     except Exception as error:  # whatever its many parts raise on a broken folder
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"{path} is not a model that transformers can load: {reason} {remedy}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
+        raise ModelError(f"{path} is not a model that transformers can load: {reason}. {remedy}") from None
 
 
 def with_dtype(model: Any, dtype: str) -> Any:

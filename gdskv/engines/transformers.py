@@ -47,13 +47,17 @@ class Generation:
     """Its blocks; None before it starts, and where it runs without the cache because it got no slot."""
     cache: Any = None
     position: int = 0  # tokens whose KV is in `cache`
-    saved: int = 0  # leading blocks whose KV is in the device pool
+    saved: int = 0  # leading blocks of `position` tokens whose KV is in the device pool
     saving: bool = False  # turns false for good when there is no slot for a further block
 
     @property
     def recomputed(self) -> int:
         """Prompt tokens that were computed."""
         return len(self.prompt) - sum(self.reused)
+
+    def ended(self, ends: frozenset[int]) -> bool:
+        """Whether no further token is wanted; ``ends`` are the tokens that end an answer."""
+        return len(self.tokens) == self.max_new_tokens or (bool(self.tokens) and self.tokens[-1] in ends)
 
 
 class Engine:
@@ -163,12 +167,19 @@ class Engine:
         for generation in list(self._active):
             if generation.state == "parked" and not self._unpark(generation):
                 continue
+            if not self._save(generation):
+                continue
             moved = True
-            self._compute(generation)
+            if generation.ended(self._ends):
+                self._finish(generation)
+            else:
+                self._compute(generation)
         return moved
 
     def _start(self) -> bool:
         """Begin those that wait, in order, until one finds no slots."""
+        from gdskv.manager import Rejected
+
         moved = False
         while self._waiting:
             generation = self._waiting[0]
@@ -176,7 +187,7 @@ class Engine:
                 answer = self._kv.begin(
                     generation.prompt, salt=generation.salt, retention=generation.retention, now=self._clock()
                 )
-                if _is_request(answer):
+                if not isinstance(answer, Rejected):
                     generation.request = answer
                     generation.saving = True
                 elif any(g.request is not None for g in self._active):
@@ -196,15 +207,16 @@ class Engine:
         if not self._kv.is_ready(request):
             return False
         generation.state = "running"
-        generation.saved = request.cached_blocks
         # the last token is always computed: its logits name the first new one
         usable = min(request.cached_blocks * self._block, len(generation.prompt) - 1)
         blocks = usable // self._chunk * self._chunk // self._block
         if blocks:
             self._restore(generation, blocks)
             tiers = request.tiers[:blocks].tolist()
-            generation.reused = tuple(tiers.count(tier) * self._block for tier in range(3))  # type: ignore[assignment]
+            device, host, disk = (tiers.count(tier) * self._block for tier in range(3))
+            generation.reused = (device, host, disk)
             generation.position = blocks * self._block
+            generation.saved = blocks
         return True
 
     def _compute(self, generation: Generation) -> None:
@@ -214,15 +226,10 @@ class Engine:
         end = min(start - start % self._chunk + self._chunk, len(known))
         logits = self._forward(known[start:end], generation.cache)
         generation.position = end
-        self._save(generation)
-        if end < len(known):
-            return
-        generation.tokens.append(int(logits.argmax()))
-        if len(generation.tokens) == 1:
-            generation.ttft = time.perf_counter() - generation.submitted
-            self._commit(generation)
-        if len(generation.tokens) == generation.max_new_tokens or generation.tokens[-1] in self._ends:
-            self._finish(generation)
+        if end == len(known):
+            generation.tokens.append(int(logits.argmax()))
+            if len(generation.tokens) == 1:
+                generation.ttft = time.perf_counter() - generation.submitted
 
     def _forward(self, tokens: list[int], cache: Any) -> torch.Tensor:
         """Feed ``tokens`` behind what ``cache`` holds; return the logits of the last one, float[vocabulary]."""
@@ -253,47 +260,50 @@ class Engine:
                 device = self._model.device
                 generation.cache.update(keys[None].to(device), values[None].to(device), layer)
 
-    def _save(self, generation: Generation) -> None:
-        """Copy the blocks that are full by now from the model's cache to their slots in the device pool."""
+    def _save(self, generation: Generation) -> bool:
+        """Copy the blocks that are full by now to the device pool and make them findable.
+
+        False: the slot of one still holds bytes that are on their way elsewhere. To be called again.
+        """
         kv, request = self._kv, generation.request
         if kv is None or request is None or not generation.saving:
-            return
-        for index in range(generation.saved, generation.position // self._block):
-            if index >= len(request.blocks):
-                rejected = kv.allocate(request, 1, now=self._clock())
-                if rejected is not None:
-                    generation.saving = False
-                    return
-            block = kv.device_pool[int(request.blocks[index])]
-            place = slice(index * self._block, (index + 1) * self._block)
-            for layer, states in enumerate(generation.cache.layers):
-                keys, values = states.keys[0, :, place], states.values[0, :, place]
-                if keys.shape != block.shape[2:] or values.shape != block.shape[2:]:
-                    raise ModelError(
-                        f"layer {layer} has keys {tuple(keys.shape)} and values {tuple(values.shape)} where the layout "
-                        f"has {tuple(block.shape[2:])}: open the manager with the layout of this model."
-                    )
-                block[layer, 0].copy_(keys)
-                block[layer, 1].copy_(values)
+            return True
+        before = generation.saved
+        for index in range(before, generation.position // self._block):
+            if index >= len(request.blocks) and kv.allocate(request, 1, now=self._clock()) is not None:
+                generation.saving = False
+                break
+            if not kv.is_ready(request):
+                return False
+            if index >= len(request.tiers) or index in request.failed:  # else found in the cache, for others too
+                self._copy_out(generation.cache, index, kv.device_pool[int(request.blocks[index])])
             generation.saved = index + 1
+        if generation.saved > before:
+            self._commit(generation)
+        return True
+
+    def _copy_out(self, cache: Any, index: int, block: torch.Tensor) -> None:
+        place = slice(index * self._block, (index + 1) * self._block)
+        for layer, states in enumerate(cache.layers):
+            keys, values = states.keys[0, :, place], states.values[0, :, place]
+            if keys.shape != block.shape[2:] or values.shape != block.shape[2:]:
+                raise ModelError(
+                    f"layer {layer} has keys {tuple(keys.shape)} and values {tuple(values.shape)} where the layout "
+                    f"has {tuple(block.shape[2:])}: open the manager with the layout of this model."
+                )
+            block[layer, 0].copy_(keys)
+            block[layer, 1].copy_(values)
 
     def _commit(self, generation: Generation) -> None:
-        """Make the saved blocks findable."""
         if self._kv is not None and generation.request is not None:
             known = generation.prompt + generation.tokens
             self._kv.commit(generation.request, known[: generation.saved * self._block], now=self._clock())
 
     def _finish(self, generation: Generation) -> None:
-        self._commit(generation)
+        self._commit(generation)  # also where all was found: a ttl is refreshed
         if self._before_release is not None:
             self._before_release(generation)
         if self._kv is not None and generation.request is not None:
             self._kv.release(generation.request, now=self._clock())
         generation.state, generation.cache = "finished", None
         self._active.remove(generation)
-
-
-def _is_request(answer: Any) -> bool:
-    from gdskv.manager import Rejected
-
-    return not isinstance(answer, Rejected)

@@ -22,8 +22,9 @@ _SHIFT = np.uint64(29)
 
 @jit
 def _word(first: np.uint64, second: np.uint64, index: np.uint64) -> np.uint64:
-    x = (first + index * _GOLDEN) * _MIX
-    return (x ^ (x >> _SHIFT)) + second
+    x: np.uint64 = (first + index * _GOLDEN) * _MIX
+    word: np.uint64 = (x ^ (x >> _SHIFT)) + second
+    return word
 
 
 @jit

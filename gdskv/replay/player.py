@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from gdskv.errors import ConfigError, GdskvError
 from gdskv.replay.pattern import trace_keys
 from gdskv.replay.timing import Timing
 from gdskv.replay.traces import Trace
+
+if TYPE_CHECKING:
+    from gdskv.pools.disk import DirectoryInfo
 
 __all__ = ["Keys", "Plan", "Player", "Tally", "play"]
 
@@ -82,6 +85,8 @@ class Tally:
     wrong_blocks: int = 0
     failed_blocks: int = 0
     """Blocks that were found but lost on their way."""
+    directories: list[DirectoryInfo] = field(default_factory=list)
+    """Where the disk tier lies, and how its bytes move."""
     stats: dict[str, int] = field(default_factory=dict)
     """The counters of the manager or the store."""
     elapsed_s: float = 0.0

@@ -53,19 +53,24 @@ def run(trace: Trace, plan: Plan, *, io: Any = None, step: Callable[[int], None]
             host_bytes=blocks.get("host", 0) * layout.slot_bytes,
             disk_bytes=blocks.get("disk", 0) * layout.slot_bytes,
             directories=directories,
-            policy=plan.policy,  # type: ignore[arg-type]  # checked there
+            policy=plan.policy,
         )
         player: Player
         if "device" in blocks:
             from gdskv.manager import BlockManager
             from gdskv.replay.managed import ManagedPlayer
 
-            player = ManagedPlayer(BlockManager(config, layout, _NAMESPACE, io=io), plan)
+            manager = BlockManager(config, layout, _NAMESPACE, io=io)
+            store, player = manager.store, ManagedPlayer(manager, plan)
         else:
             from gdskv.replay.stored import StoredPlayer
             from gdskv.store import KVStore
 
-            player = StoredPlayer(KVStore(config, layout, _NAMESPACE, io=io), plan)
+            longest = max(len(request.hash_ids) for request in trace.requests)
+            store = KVStore(config, layout, _NAMESPACE, io=io)
+            player = StoredPlayer(store, plan, longest)
+        if store.disk_pool is not None:
+            player.tally.directories = list(store.disk_pool.directories)
         try:
             play(trace, player, plan, step)
         finally:
