@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["table"]
 
 CHAIN = 2048  # blocks of a request
-CHAINS = 32  # per round and side
+CHAINS = 128  # per round and side
 ROUNDS = 7
 
 

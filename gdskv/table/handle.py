@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AttributeTemplate
-from numba.extending import NativeValue, infer_getattr, lower_getattr_generic, models, register_model, unbox
+from numba.extending import NativeValue, infer_getattr, intrinsic, lower_getattr_generic, models, register_model, unbox
 from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 from numpy.typing import DTypeLike, NDArray
@@ -110,3 +110,21 @@ def _unbox(handle: Handle, holder: Any, c: Any) -> Any:
     pointer = c.pyapi.long_as_voidptr(address)
     c.pyapi.decref(address)
     return NativeValue(pointer, is_error=c.pyapi.c_api_error())
+
+
+def _fetch(typing: Any, array: Any, i: Any) -> Any:
+    """``fetch(array, i)``: have the cache line of a 1-D array's element brought in, without waiting for it."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(prefetch, [address, number(0), number(3), number(1)])  # for reading, to keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, i), code
+
+
+fetch: Any = intrinsic(_fetch)

@@ -1,6 +1,6 @@
 """From a block key to its entry: open addressing with linear probes, and deletion that leaves no tombstones.
 
-Keys are digests, so their low bits are the hash. Knows only the arrays of the table.
+A probe's value says where it belongs, so that only a hit reads an entry. Knows only the arrays of the table.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ import numpy as np
 
 from gdskv._jit import jit
 
+from .handle import fetch
 from .state import NONE, Arrays
 
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _1 = np.uint64(1)
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads keys that are not digests, such as small numbers
+AHEAD = 16  # keys from asking for a line of the index until it is used; half of that for an entry
+
+
+@jit
+def _tag(k0: np.uint64) -> np.uint64:
+    """32 bits, of which the low ones are where a key belongs and the rest tell it from its neighbours."""
+    return (k0 * _ODD) >> _32
 
 
 @jit
 def find(a: Arrays, k0: np.uint64, k1: np.uint64) -> int:
     """Entry of a key, or NONE."""
     mask = np.uint64(a.ix.shape[0] - 1)
-    tag = k1 >> _32
-    i = k0 & mask
+    tag = _tag(k0)
+    i = tag & mask
     while True:
         v = a.ix[i]
         if v == np.uint64(0):
@@ -34,20 +43,35 @@ def find(a: Arrays, k0: np.uint64, k1: np.uint64) -> int:
 
 
 @jit
+def expect(a: Arrays, k0: np.uint64) -> None:
+    """A key will be asked for soon: have its line of the index fetched meanwhile."""
+    fetch(a.ix, _tag(k0) & np.uint64(a.ix.shape[0] - 1))
+
+
+@jit
+def expect_entry(a: Arrays, k0: np.uint64) -> None:
+    """The same for its entry, once the line of the index is there."""
+    v = a.ix[_tag(k0) & np.uint64(a.ix.shape[0] - 1)]
+    if v != np.uint64(0):
+        fetch(a.e, (v & _LOW) - _1)
+
+
+@jit
 def insert(a: Arrays, n: int) -> None:
     """Make entry `n` findable by the key in its record; the key must not be there yet."""
     mask = np.uint64(a.ix.shape[0] - 1)
-    i = a.e[n].k0 & mask
+    tag = _tag(a.e[n].k0)
+    i = tag & mask
     while a.ix[i] != np.uint64(0):
         i = (i + _1) & mask
-    a.ix[i] = ((a.e[n].k1 >> _32) << _32) | np.uint64(n + 1)
+    a.ix[i] = (tag << _32) | np.uint64(n + 1)
 
 
 @jit
 def remove(a: Arrays, n: int) -> None:
     """Take entry `n` out and move up what stood behind it, so that probes stay as short as if it had never been."""
     mask = np.uint64(a.ix.shape[0] - 1)
-    i = a.e[n].k0 & mask
+    i = _tag(a.e[n].k0) & mask
     while np.int64(a.ix[i] & _LOW) != n + 1:
         i = (i + _1) & mask
     j = i
@@ -56,8 +80,7 @@ def remove(a: Arrays, n: int) -> None:
         v = a.ix[j]
         if v == np.uint64(0):
             break
-        home = a.e[np.int64(v & _LOW) - 1].k0 & mask
-        if ((j - home) & mask) >= ((j - i) & mask):  # its probe passes the hole
+        if ((j - (v >> _32)) & mask) >= ((j - i) & mask):  # its probe passes the hole
             a.ix[i] = v
             i = j
     a.ix[i] = np.uint64(0)
