@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gdskv.io import queues, worker
-from gdskv.io.base import COPY, READ, RESULT, TRANSFER, WRITE, Results, Slab, Tags, Transfers
+from gdskv.io.base import COPY, READ, RESULT, TRANSFER, WRITE, IOEngine, Results, Slab, Tags, Transfers
 
 __all__ = ["READ_THREADS", "WRITE_THREADS", "PosixEngine", "drain"]
 
@@ -223,7 +223,7 @@ def _let_go(
         thread.join(max(0.0, end - time.monotonic()))
 
 
-def drain(engine: PosixEngine, timeout: float = 60.0) -> Results:
+def drain(engine: IOEngine, timeout: float = 60.0) -> Results:
     """Poll until nothing is in flight and return all results; for tools and tests, never for a scheduler."""
     out = np.zeros(max(1, engine.in_flight), RESULT)
     n = 0
