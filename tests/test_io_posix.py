@@ -15,6 +15,7 @@ import crc32c
 import numpy as np
 import pytest
 
+from gdskv.io import queues, worker
 from gdskv.io.base import COPY, NO_SLAB, READ, RESULT, TRANSFER, WRITE, Slab, Transfers
 from gdskv.io.posix import PosixEngine, drain
 from gdskv.pools.memory import Memory
@@ -256,6 +257,16 @@ def test_poll_fills_what_it_is_given(engine, memory):
         0,
     ]
     assert engine.in_flight == 0
+
+
+def test_nothing_is_compiled_after_the_constructor(engine, memory):
+    compiled = [queues.submit, queues.poll, queues.cancel, queues.stop, worker.run]
+    before = [len(function.signatures) for function in compiled]
+    for op in (WRITE, READ):
+        engine.submit(transfers(op, memory, [1, 2, 9])[:2])
+        engine.cancel(np.array([0, 5]))
+        drain(engine)
+    assert [len(function.signatures) for function in compiled] == before
 
 
 def test_empty_calls_do_nothing(engine):
