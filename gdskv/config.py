@@ -118,6 +118,9 @@ class CacheConfig(BaseSettings):
         Whether a full tier of live retained blocks refuses new ones instead of giving up the earliest deadline.
     checksums
         Whether payloads carry a CRC-32C that is verified on load.
+    durability
+        ``"lazy"``: ordered by design and safe by checksum, with no fsync on the way. ``"fsync"``: a committed spill
+        survives a power cut.
     read_threads, write_threads
         I/O threads per directory; 0: chosen by the I/O engine.
     queue_depth
@@ -151,6 +154,7 @@ class CacheConfig(BaseSettings):
     on_expiry: Literal["demote", "forget"] = "demote"
     protect_unexpired: bool = False
     checksums: bool = True
+    durability: Literal["lazy", "fsync"] = "lazy"
     read_threads: Threads = 0
     write_threads: Threads = 0
     queue_depth: Annotated[int, Field(ge=16, le=65536)] = 4096

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gdskv._jit import jit
 from gdskv.io.base import COPY, NO_SLAB, READ, TRANSFER, WRITE
+from gdskv.pools.disk import SLAB_HEADER
 from gdskv.table.state import (
     CALLER_TO_DISK,
     CALLER_TO_HOST,
@@ -53,7 +54,7 @@ def describe(
 ) -> int:
     """Describe `n` transfers in `out`, all that are not writes before all writes; returns where the writes begin.
 
-    `pools`: [device, host] rows of first slot, base address, stride. `slabs`: first disk slot of each slab and, last, the
+    `pools`: [device, host] rows of first slot, base address, stride. `slabs`: first disk slot of each slab, and the
     end. `first`: number of the first disk slot among all slots."""
     at = 0
     split = 0
@@ -77,7 +78,7 @@ def describe(
             while k >= slabs[slab + 1]:
                 slab += 1
             o.slab = slab
-            o.offset = (k - slabs[slab]) * lengths[r.kind]
+            o.offset = SLAB_HEADER + (k - slabs[slab]) * lengths[r.kind]
             o.address = _memory(memory, pools) if memory >= 0 else r.address
         if writes == 0:
             split = at

@@ -1,6 +1,6 @@
-"""``BlockManager``: all three tiers, prefix reuse and readiness, in one object for an engine that lets it own its KV memory.
+"""``BlockManager``: all three tiers, prefix reuse and readiness, for an engine that lets it own its KV memory.
 
-A request's life: `begin` -> `is_ready` -> compute -> `commit` -> `release`. Knows the store below it; must not know engines.
+A request: `begin` -> `is_ready` -> compute -> `commit` -> `release`. Knows the store below it; must not know engines.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class BlockManager:
     namespace : Namespace
     now : float
         Seconds on the caller's clock.
-    io : None, "null", or callable
+    wall, io
         As for `KVStore`.
 
     Raises
@@ -97,6 +97,7 @@ class BlockManager:
         namespace: Namespace,
         *,
         now: float = 0.0,
+        wall: float | None = None,
         io: Wrap | str | None = None,
     ) -> None:
         sizing = config.sizing(layout)
@@ -112,6 +113,7 @@ class BlockManager:
                 layout,
                 namespace,
                 now=now,
+                wall=wall,
                 io=io,
                 device_pool=self._device_pool,
                 device_blocks=sizing.device_blocks,
@@ -209,7 +211,7 @@ class BlockManager:
         return Matched(*(int(c) for c in counts))
 
     def allocate(self, request: Request, n_blocks: int, *, now: float) -> Rejected | None:
-        """Lease `n_blocks` further device slots, as decoding needs them; they are appended to `request.blocks`, and the
+        """Lease `n_blocks` further device slots, as decoding needs them; they join the end of `request.blocks`, and the
         request is ready again once they are free of older bytes."""
         self._live(request)
         self.store._begin_call(now)
@@ -228,7 +230,7 @@ class BlockManager:
         return None
 
     def is_ready(self, request: Request) -> bool:
-        """Have the request's blocks landed? From then on `cached_blocks` and `failed` are final. Call `poll` between."""
+        """Have the request's blocks landed? Then `cached_blocks` and `failed` are final. Call `poll` between."""
         if request.ready:
             return True
         table = self._table
@@ -315,7 +317,7 @@ class BlockManager:
         self.store._pump()
 
     def cancel(self, request: Request, *, now: float) -> None:
-        """Give a request up at any point. Transfers under way land first, on their own, before their slots are reused."""
+        """Give a request up at any point. Transfers under way land before their slots are used again."""
         self.release(request, now=now)
 
     # ---- besides

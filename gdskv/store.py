@@ -5,6 +5,7 @@ Ties the table, the pools and the I/O engine together. Never waits for a device 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +18,7 @@ from gdskv.errors import ConfigError, GdskvError, StoreClosed
 from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
 from gdskv.io.null import NullEngine
 from gdskv.layout import KVLayout, Namespace
+from gdskv.ledger import Ledger
 from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
@@ -103,6 +105,9 @@ class KVStore:
         What makes KV bytes interchangeable; another namespace never sees these blocks.
     now : float
         Seconds on the caller's clock, which must not be another clock in later calls.
+    wall : float, optional
+        The wall clock at that instant, seconds since 1970: deadlines outlive the process by it. By default the
+        system's, asked once, here.
     io : None, "null", or callable
         None: the engine for this node. "null": decisions only, nothing is opened and no bytes move. A callable wraps
         the engine, as tests do.
@@ -121,6 +126,7 @@ class KVStore:
         namespace: Namespace,
         *,
         now: float = 0.0,
+        wall: float | None = None,
         io: Wrap | str | None = None,
         device_pool: DevicePool | None = None,
         device_blocks: int = 0,
@@ -133,6 +139,7 @@ class KVStore:
             raise ConfigError("no tier has a size: set host_bytes, disk_bytes or device_bytes.")
         self.host_pool: HostPool | None = None
         self.disk_pool: DiskPool | None = None
+        self.ledger: Ledger | None = None
         disk_blocks = self.sizing.disk_blocks
         real = io != "null"
         try:
@@ -141,10 +148,21 @@ class KVStore:
                     config.directories, config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
                 )
                 disk_blocks = self.disk_pool.blocks
+                self.ledger = Ledger(
+                    self.disk_pool,
+                    namespace.fields(layout),
+                    self.digest,
+                    now=nanoseconds(now),
+                    wall=nanoseconds(time.time() if wall is None else wall),
+                    checksums=config.checksums,
+                    durable=config.durability == "fsync",
+                )
             if self.sizing.host_blocks and real:
                 self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes)
             self.io = self._engine(io)
         except BaseException:
+            if self.ledger is not None:
+                self.ledger.abandon()
             self._close_pools()
             raise
         self.table = BlockTable(
@@ -156,6 +174,8 @@ class KVStore:
             spill=config.spill,
             protect_unexpired=config.protect_unexpired,
             checksums=config.checksums and real,
+            directories=[d.blocks for d in self.disk_pool.directories] if self.disk_pool is not None else (),
+            stripe_width=config.stripe_width,
             retained_limit=(
                 budget := int(config.retained_fraction * max(device_blocks, self.sizing.host_blocks, disk_blocks))
             ),
@@ -184,6 +204,8 @@ class KVStore:
         self._staged = 0
         self._open = True
         self.table.advance(nanoseconds(now))
+        if self.ledger is not None:
+            self.ledger.recover(self.table)
 
     def _engine(self, io: Wrap | str | None) -> IOEngine:
         c = self.config
@@ -194,7 +216,7 @@ class KVStore:
         from gdskv.io.posix import PosixEngine
 
         engine: IOEngine = PosixEngine(
-            self.disk_pool.slabs if self.disk_pool is not None else [],
+            [*self.disk_pool.slabs, *self.ledger.slabs()] if self.disk_pool is not None and self.ledger else [],
             checksums=c.checksums,
             read_threads=c.read_threads,
             write_threads=c.write_threads,
@@ -330,6 +352,8 @@ class KVStore:
         out = self.table.counters()
         out.update({f"io_{k}": v for k, v in self.io.counters().items()})
         out["staged"] = self._staged
+        if self.ledger is not None:
+            out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
         return out
 
     def check(self) -> None:
@@ -340,10 +364,13 @@ class KVStore:
     @property
     def idle(self) -> bool:
         """Is nothing in flight, and nothing waiting to be?"""
-        return not (self.table.launched or self.table.deferred)
+        table = self.table
+        settled = self.ledger is None or (self.ledger.settled and not table.unremembered)
+        return settled and not (table.launched or table.deferred)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Stop. Transfers in flight get `timeout` seconds to land; a device that still holds one keeps its memory mapped.
+        """Stop. Within `timeout` seconds transfers land and what memory alone holds is written to disk, the most
+        valuable first. A device that holds on to a transfer longer keeps its memory mapped.
 
         Returns
         -------
@@ -353,7 +380,17 @@ class KVStore:
         if not self._open:
             return True
         self._open = False
-        drained = self.io.close(timeout)
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and (not self.idle or self.table.flush(ROUND)):
+            self._pump()
+            time.sleep(0.0005)
+        clean = self.idle
+        drained = self.io.close(max(0.0, end - time.monotonic()))
+        if self.ledger is not None:
+            if drained:
+                self.ledger.close(self.table, clean=clean, counters=self.io.counters())
+            else:
+                self.ledger.abandon()
         if drained:
             self._close_pools()
         return drained
@@ -370,7 +407,8 @@ class KVStore:
         """What a request's retention means for each of its blocks."""
         r = retention if retention is not None else Retention()
         priority, ttl = r.resolve(blocks, self.layout.tokens_per_block, prompt_tokens)
-        return Wish(priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget", self.table.tenant(r.tenant))
+        tenant = self.ledger.tenant(self.table, r.tenant) if self.ledger is not None else self.table.tenant(r.tenant)
+        return Wish(priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget", tenant)
 
     def _begin_call(self, now: float) -> None:
         if not self._open:
@@ -409,8 +447,8 @@ class KVStore:
             size *= extent
         if not dense or size != self.layout.block_bytes or shape[0] < n:
             raise GdskvError(
-                f"memory of shape {tuple(shape)} does not hold {n} blocks of {self.layout.block_bytes} contiguous bytes "
-                "along its first axis. Give such an array, or one address a block."
+                f"memory of shape {tuple(shape)} does not hold {n} blocks of {self.layout.block_bytes} contiguous "
+                "bytes along its first axis. Give such an array, or one address a block."
             )
         return cast("NDArray[np.uint64]", np.uint64(base) + np.arange(n, dtype=np.uint64) * np.uint64(strides[0]))
 
@@ -422,7 +460,13 @@ class KVStore:
         table = self.table
         n = self.io.poll(self._results)
         if n:
-            self._report(table.complete(self._results, n, self._lengths))
+            results = self._results[:n]
+            if self.ledger is not None:
+                records = results["tag"] >= table.transfers
+                if records.any():
+                    self.ledger.finish(table, results[records])
+                    results = results[~records]
+            self._report(table.complete(results, len(results), self._lengths))
         if table.deferred:
             n, never = table.launch(ROUND, self._ids)
             self._report(never)
@@ -441,6 +485,10 @@ class KVStore:
                 for i, part in enumerate((self._batch[:split], self._batch[split:n])):
                     if len(part):
                         self._backlog[i] = np.concatenate([self._backlog[i], part])
+        if self.ledger is not None and len(self._backlog[1]) < ROUND:
+            records = self.ledger.collect(table, int(table.now))
+            if len(records):
+                self._backlog[1] = np.concatenate([self._backlog[1], records])
         for i in (0, 1):
             if len(self._backlog[i]):
                 self._backlog[i] = self._backlog[i][self.io.submit(self._backlog[i]) :]

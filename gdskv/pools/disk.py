@@ -24,6 +24,9 @@ __all__ = ["SLAB_NAME", "DirectoryInfo", "DiskPool"]
 SLAB_NAME = "blocks.slab"
 """In ``<directory>/<namespace digest in hex>/``; what tells later processes about the slots will stand beside it."""
 
+SLAB_HEADER = 4096
+"""Bytes before the first slot: who the slab is, so that files that were swapped or mixed are noticed."""
+
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
@@ -116,7 +119,13 @@ class DiskPool:
         if not 0 <= slot < self.blocks:
             raise IndexError(f"slot {slot} is not among the disk pool's {self.blocks}")
         slab = max(i for i, first in enumerate(self.first_slot) if first <= slot)
-        return slab, (slot - self.first_slot[slab]) * self.slot_bytes
+        return slab, SLAB_HEADER + (slot - self.first_slot[slab]) * self.slot_bytes
+
+    def trim(self) -> None:
+        """Cut slabs that were larger under an earlier capacity, once what is worth keeping was moved."""
+        for slab in self.slabs:
+            if os.fstat(slab.fd).st_size > slab.size:
+                os.ftruncate(slab.fd, slab.size)
 
     def close(self) -> None:
         """Close the files and let the directories go. Nothing may move any more. The slabs stay, for the next owner."""
@@ -133,7 +142,7 @@ class DiskPool:
         self._locks = []
 
     def _open_slab(self, lane: int, path: Path, file: Path, share: int) -> None:
-        size = share * self.slot_bytes
+        size = SLAB_HEADER + share * self.slot_bytes
         file_system = _file_system(path)
         try:
             if not file.parent.is_dir():
@@ -149,9 +158,7 @@ class DiskPool:
                 f"{file} cannot be opened: {error.strerror}. Make {path} writable, or choose another directory."
             ) from error
         self.slabs.append(Slab(fd, lane, False, size))
-        if os.fstat(fd).st_size > size:
-            os.ftruncate(fd, size)
-        _preallocate(fd, size, path, file_system)
+        preallocate(fd, size, path, file_system)
         direct, why = _try_direct(file, file_system)
         if direct is not None:
             os.close(fd)
@@ -208,7 +215,7 @@ def _others(files: list[Path], members: list[int]) -> str:
     return f", slabs of other namespaces hold {format_size(size)}" if size else ""
 
 
-def _preallocate(fd: int, size: int, path: Path, file_system: str) -> None:
+def preallocate(fd: int, size: int, path: Path, file_system: str) -> None:
     """Take the space with fallocate(2), whose absence shows; posix_fallocate of glibc would write all bytes instead."""
     libc = ctypes.CDLL(None, use_errno=True)
     while libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)) != 0:
@@ -222,6 +229,20 @@ def _preallocate(fd: int, size: int, path: Path, file_system: str) -> None:
         raise DirectoryError(
             f"{path} did not give {format_size(size)}: {os.strerror(why)}. Lower disk_bytes, or free some space."
         )
+
+
+def read_uuid(fd: int) -> str:
+    """What a slab says it is; 32 characters."""
+    with mmap.mmap(-1, SLAB_HEADER) as page:
+        os.preadv(fd, [page], 0)
+        return bytes(page[:32]).decode("ascii", "replace")
+
+
+def write_uuid(fd: int, name: str) -> None:
+    """Let a slab say what it is; 32 characters."""
+    with mmap.mmap(-1, SLAB_HEADER) as page:
+        page[:32] = name.encode("ascii")
+        os.pwritev(fd, [page], 0)
 
 
 def _try_direct(file: Path, file_system: str) -> tuple[int | None, str]:

@@ -21,6 +21,7 @@ from .state import (
     COUNTERS,
     DEVICE,
     DISK,
+    FREE,
     GRACE_NS,
     HOST,
     JHEAD,
@@ -177,6 +178,11 @@ class BlockTable:
         """Blocks with a live deadline per tenant."""
         return {name: int(self.arrays.ten[i]) for name, i in self._tenants.items()}
 
+    @property
+    def now(self) -> int:
+        """The table's time, ns."""
+        return int(self.arrays.m[NOW])
+
     def advance(self, now: int) -> None:
         """Let time be `now`, ns, and act on a bounded number of deadlines that have passed."""
         plan.advance(self.arrays, now)
@@ -314,9 +320,22 @@ class BlockTable:
         """Disk slots whose changes are not written yet."""
         return int(self.arrays.m[JTAIL] - self.arrays.m[JHEAD])
 
-    def restore(self, changes: NDArray[Any]) -> int:
-        """Make the disk tier from remembered blocks (dtype CHANGE), least recently used first; how many came back."""
-        return int(journal.restore(self.arrays, changes, len(changes)))
+    def all_written(self, slots: NDArray[np.int32]) -> None:
+        """The records of these disk slots are written."""
+        journal.all_written(self.arrays, slots)
+
+    def restore(self, changes: NDArray[Any], by_fill: NDArray[np.int64], by_use: NDArray[np.int64]) -> int:
+        """Make the disk tier from remembered blocks (dtype CHANGE); how many came back. `by_fill` and `by_use` list
+        them from the first filled, and the least recently used, on."""
+        return int(journal.restore(self.arrays, changes, by_fill, by_use))
+
+    def free_among(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Which of these disk slots hold nothing."""
+        return slots[self.arrays.s["state"][self.base(DISK) + slots] == FREE]
+
+    def record_again(self, slots: NDArray[np.int32]) -> None:
+        """Let the records of these disk slots be written anew."""
+        journal.record_again(self.arrays, slots)
 
     def flush(self, most: int) -> int:
         """Plan writes of up to `most` blocks that memory alone holds, the most valuable first."""

@@ -12,7 +12,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import entries, index, order, slots
-from .notes import BUSY, note
+from .notes import BUSY, FILL, STATE, note
 from .state import (
     BASE,
     C_RECOVERED,
@@ -113,13 +113,28 @@ def written(a: Arrays, k: int, what: int, ok: bool) -> None:
 
 
 @jit
-def restore(a: Arrays, changes: np.ndarray, n: int) -> int:
-    """Make the disk tier from `n` remembered blocks, least recently used first; how many came back. Their payloads are
-    believed only once read. Of two with one key the later counts; a block without its parent waits as an orphan."""
+def all_written(a: Arrays, slots: np.ndarray) -> None:
+    """The records of `slots` are written."""
+    for i in range(len(slots)):
+        written(a, slots[i], 0, True)
+
+
+@jit
+def record_again(a: Arrays, slots: np.ndarray) -> None:
+    """The records of `slots` are to be written anew."""
+    for i in range(len(slots)):
+        note(a, a.m[BASE + DISK] + slots[i], FILL | STATE)
+
+
+@jit
+def restore(a: Arrays, changes: np.ndarray, by_fill: np.ndarray, by_use: np.ndarray) -> int:
+    """Make the disk tier from remembered blocks; how many came back. Their payloads are believed only once read. Of two
+    with one key the later fill counts; a block without its parent waits as an orphan."""
     base = a.m[BASE + DISK]
+    n = len(changes)
     back = 0
-    for i in range(n - 1, -1, -1):
-        c = changes[i]
+    for j in range(n - 1, -1, -1):
+        c = changes[by_fill[j]]
         g = base + c.slot
         if c.flags & IS_BAD:
             slots.claim(a, DISK, g)
@@ -146,14 +161,15 @@ def restore(a: Arrays, changes: np.ndarray, n: int) -> int:
         if p != NONE and p != e:
             entries.adopt(a, p, e)
     _cut_circles(a, changes, n)
-    for i in range(n):
-        e = a.s[base + changes[i].slot].entry
+    for j in range(n):
+        c = changes[by_use[j]]
+        e = a.s[base + c.slot].entry
         if e == NONE:
             continue
-        order.enlist(a, DISK, base + changes[i].slot)
+        order.enlist(a, DISK, base + c.slot)
         if order.orphan(a, e):
             entries.lose_sight(a, e)
-        _lift(a, e, changes[i].tenant)
+        _lift(a, e, c.tenant)
     a.c[C_RECOVERED] += back
     return back
 

@@ -1,0 +1,244 @@
+"""``Directory``: the records of one slab, kept up to date through the I/O engine, and read back at the next open.
+
+Knows its files beside the slab. Hands transfers to whoever owns the engine; waits for nothing once open.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gdskv.directory import records
+from gdskv.directory.records import IDENTITY, REMEMBERED, STATE_RECORD
+from gdskv.directory.superblock import Superblock, read
+from gdskv.io.base import Slab
+from gdskv.io.crc import crc32c_bytes
+from gdskv.pools.disk import DiskPool, preallocate, read_uuid, write_uuid
+
+IDENTITIES, STATES = "slots.dir", "state.dir"
+HEADER = 4096
+"""Bytes before the first record: the uuid of the slab that the records belong to."""
+
+
+class Recovery(NamedTuple):
+    """What an open found in a directory."""
+
+    path: Path
+    blocks: NDArray[np.void]
+    """dtype REMEMBERED; slots within the directory."""
+    why: str
+    """Why there is nothing, or why less than there was; empty if all is well."""
+    clean: bool
+
+
+class Directory:
+    """Records of one directory's slab.
+
+    Parameters
+    ----------
+    pool : DiskPool
+    index : int
+        Which of the pool's directories.
+    fields : dict
+        The namespace, readable.
+    digest : bytes
+    block_bytes : int
+        Bytes of a payload.
+    wall : int
+        Wall clock, ns.
+    trust_unclean : bool
+        Go by the records although the last owner did not close: right with checksums only.
+    sync : bool
+        fsync what is written at open and close.
+    """
+
+    def __init__(
+        self,
+        pool: DiskPool,
+        index: int,
+        fields: dict[str, str],
+        digest: bytes,
+        wall: int,
+        *,
+        trust_unclean: bool,
+        sync: bool,
+    ) -> None:
+        info = pool.directories[index]
+        self.folder = info.path / digest.hex()
+        self.first, self.blocks = pool.first_slot[index], info.blocks
+        self.slot_bytes = pool.slot_bytes
+        self._sync = sync
+        old = read(self.folder)
+        why = old if isinstance(old, str) else ""
+        slab_fd = pool.slabs[index].fd
+        if isinstance(old, Superblock):
+            why = self._mismatch(old, digest, slab_fd, index, len(pool.directories))
+            if not why and not old.clean and not trust_unclean:
+                why = "not closed cleanly, and checksums are off"
+        there = old.blocks if isinstance(old, Superblock) and not why else 0
+        n = max(there, self.blocks)
+        self._fds: list[int] = []
+        try:
+            for name, dtype in ((IDENTITIES, IDENTITY), (STATES, STATE_RECORD)):
+                self._fds.append(self._open(self.folder / name, HEADER + n * dtype.itemsize, info.file_system))
+        except BaseException:
+            self._close_files()
+            raise
+        self._memory = [mmap.mmap(-1, max(1, n * d.itemsize)) for d in (IDENTITY, STATE_RECORD)]
+        self.identities = np.frombuffer(self._memory[0], IDENTITY, n)
+        self.states = np.frombuffer(self._memory[1], STATE_RECORD, n)
+        blocks = np.zeros(0, REMEMBERED)
+        if isinstance(old, Superblock) and not why:
+            self.superblock = old
+            for fd, array in zip(self._fds, (self.identities, self.states), strict=True):
+                _read_into(fd, array)
+            blocks = records.remembered(self.identities[:there], self.states[:there], self.slot_bytes)
+        else:
+            name = uuid.uuid4().hex
+            write_uuid(slab_fd, name)
+            for fd in self._fds:
+                os.pwrite(fd, name.encode().ljust(HEADER, b"\0"), 0)
+                _zero(fd, HEADER)
+            self.superblock = Superblock(
+                digest.hex(), fields, self.slot_bytes, self.blocks, index, len(pool.directories), name
+            )
+            if isinstance(old, Superblock):
+                self.superblock.bytes_written, self.superblock.bytes_read = old.bytes_written, old.bytes_read
+                self.superblock.highest_wall = old.highest_wall
+        newest = int(blocks["written"].max()) if len(blocks) else 0
+        self.wall = max(wall, self.superblock.highest_wall, newest)
+        if len(blocks):
+            self.superblock.next_fill = max(self.superblock.next_fill, int(blocks["fill"].max()) + 1)
+        self.recovery = Recovery(info.path, blocks, why if why != "no superblock" else "", self.superblock.clean)
+
+    def begin(self) -> None:
+        """Mark the directory as in use, at its new size; from here on a crash is told from a close."""
+        s = self.superblock
+        s.blocks, s.clean, s.opened, s.highest_wall = self.blocks, False, self.wall, self.wall
+        for fd, array in zip(self._fds, (self.identities, self.states), strict=True):
+            os.ftruncate(fd, HEADER + self.blocks * array.dtype.itemsize)  # nothing is left of a larger past
+        s.write(self.folder, sync=self._sync)
+
+    def slabs(self, lane: int) -> list[Slab]:
+        """The record files as an engine sees them: identities, states."""
+        return [Slab(fd, lane, False, os.fstat(fd).st_size) for fd in self._fds]
+
+    def encode(self, changes: NDArray[Any], now_to_wall: int, now: int, tenants: NDArray[np.uint32]) -> None:
+        """Bring the records in memory up to date with changes of this directory's slots."""
+        s = self.superblock
+        wall = now + now_to_wall
+        s.highest_wall = max(s.highest_wall, wall)
+        s.next_fill = int(
+            records.encode(
+                changes,
+                len(changes),
+                self.first,
+                s.next_fill,
+                now_to_wall,
+                wall,
+                self.slot_bytes,
+                tenants,
+                self.identities,
+                self.states,
+            )
+        )
+
+    def places(self, slots: NDArray[np.int32], state: bool) -> tuple[NDArray[np.int64], NDArray[np.uint64], int]:
+        """Offset in the file and address in memory of slots' records, and their length."""
+        array = self.states if state else self.identities
+        size = array.dtype.itemsize
+        k = slots.astype(np.int64) - self.first
+        return HEADER + k * size, np.uint64(array.ctypes.data) + (k * size).astype(np.uint64), size
+
+    def close(self, *, clean: bool, tenants: Sequence[str], written: int, read_: int) -> None:
+        """Say that everything is written, and let the files go."""
+        s = self.superblock
+        s.clean = clean
+        s.tenants = sorted({*s.tenants, *(t for t in tenants if t)})
+        s.bytes_written += written
+        s.bytes_read += read_
+        if self._sync:
+            for fd in self._fds:
+                os.fdatasync(fd)
+        s.write(self.folder, sync=self._sync)
+        self._close_files()
+
+    def abandon(self) -> None:
+        """Let the files go as after a crash."""
+        self._close_files()
+
+    def _mismatch(self, old: Superblock, digest: bytes, slab_fd: int, index: int, of: int) -> str:
+        if old.digest != digest.hex() or old.slot_bytes != self.slot_bytes:
+            return "superblock is another namespace's"
+        if (old.index, old.of) != (index, of):
+            return f"it was directory {old.index + 1} of {old.of}, and is {index + 1} of {of} now"
+        names = [read_uuid(slab_fd)]
+        for name in (IDENTITIES, STATES):
+            try:
+                with open(self.folder / name, "rb") as file:
+                    names.append(file.read(32).decode("ascii", "replace"))
+            except OSError:
+                return f"{name} is missing"
+        if any(name != old.slab for name in names):
+            return "slab and records do not belong together"
+        return ""
+
+    def _open(self, path: Path, size: int, file_system: str) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            preallocate(fd, size, path.parent.parent, file_system)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _close_files(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+
+def open_directories(
+    pool: DiskPool, fields: dict[str, str], digest: bytes, wall: int, *, trust_unclean: bool, sync: bool
+) -> list[Directory]:
+    """The records of all of a pool's directories."""
+    out: list[Directory] = []
+    try:
+        for index in range(len(pool.directories)):
+            out.append(Directory(pool, index, fields, digest, wall, trust_unclean=trust_unclean, sync=sync))
+    except BaseException:
+        for directory in out:
+            directory.abandon()
+        raise
+    return out
+
+
+def tenant_crc(name: str) -> int:
+    """What stands for a tenant's name in a record; 0 for none."""
+    return crc32c_bytes(name.encode()) if name else 0
+
+
+def _read_into(fd: int, array: NDArray[np.void]) -> None:
+    flat: Any = array.view(np.uint8)
+    view = memoryview(flat)
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], HEADER + done)
+        if got <= 0:
+            break  # the file is shorter than it should be: the rest counts as empty
+        done += got
+
+
+def _zero(fd: int, start: int) -> None:
+    """Zero a file from `start` on, keeping its length and its space."""
+    size = os.fstat(fd).st_size
+    chunk = bytes(1 << 20)
+    for at in range(start, size, len(chunk)):
+        os.pwrite(fd, chunk[: size - at], at)

@@ -1,0 +1,148 @@
+"""The two records of a slot: what fills it (64 bytes, once a fill) and how it stands (32 bytes, at each change).
+
+Each carries a CRC of its own, so a torn or foreign one counts as none. Knows bytes; must not know files or tables.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gdskv._jit import jit
+from gdskv.io.crc import crc32c_at
+
+VERSION = 1
+
+# Flags of both records, as the table's journal has them.
+PRESENT, IS_ROOT, TO_FORGET, IS_BAD = 1, 2, 4, 8
+FILL, STATE = 1, 2
+
+IDENTITY = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("p0", "<u8"),  # the parent's key; zeros for none
+        ("p1", "<u8"),
+        ("fill", "<u8"),  # number of this fill over the directory's life; of two records with one key the higher counts
+        ("written", "<i8"),  # wall clock, ns
+        ("crc", "<u4"),  # CRC-32C of the payload
+        ("length", "<u4"),  # bytes of the payload
+        ("flags", "<u2"),  # PRESENT: else the slot is free; IS_ROOT, IS_BAD
+        ("version", "<u2"),
+        ("check", "<u4"),  # CRC-32C of the 60 bytes before, started with the slot's number
+    ]
+)  # divides a 512-byte sector, so a record never straddles one
+
+STATE_RECORD = np.dtype(
+    [
+        ("deadline", "<i8"),  # wall clock, ns; 0 = none
+        ("last", "<u8"),  # order of use
+        ("fill", "<u4"),  # low bits of the fill it belongs to
+        ("tenant", "<u4"),  # CRC-32C of its name
+        ("uses", "<u2"),
+        ("priority", "u1"),
+        ("flags", "u1"),  # TO_FORGET
+        ("check", "<u4"),
+    ]
+)
+
+REMEMBERED = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("p0", "<u8"),
+        ("p1", "<u8"),
+        ("deadline", "<i8"),  # wall clock, ns; 0 = none
+        ("last", "<i8"),
+        ("fill", "<u8"),
+        ("written", "<i8"),
+        ("slot", "<i4"),  # within the directory
+        ("crc", "<u4"),
+        ("uses", "<u4"),
+        ("tenant", "<u4"),
+        ("flags", "u1"),
+        ("priority", "u1"),
+    ],
+    align=True,
+)
+
+DEFAULT_PRIORITY = 35
+
+
+@jit
+def _check(address: Any, length: int, slot: int) -> np.uint32:
+    crc: np.uint32 = np.uint32(crc32c_at(address, length)) ^ np.uint32((slot + 1) * 2654435761 & 0xFFFFFFFF)
+    return crc
+
+
+@jit
+def encode(
+    changes: np.ndarray,
+    n: int,
+    first: int,
+    fill: int,
+    now_to_wall: int,
+    wall: int,
+    length: int,
+    tenants: np.ndarray,
+    identities: np.ndarray,
+    states: np.ndarray,
+) -> int:
+    """Bring the records of `n` changed slots up to date. `first`: the directory's first slot in the disk tier.
+    `tenants`: CRC of each tenant's name, by the table's numbers. Returns the next fill number."""
+    id_at = np.uint64(identities.ctypes.data)
+    state_at = np.uint64(states.ctypes.data)
+    for i in range(n):
+        c = changes[i]
+        k = c.slot - first
+        if c.what & FILL:
+            r = identities[k]
+            r.k0, r.k1, r.p0, r.p1 = c.k0, c.k1, c.p0, c.p1
+            r.fill, r.written, r.crc, r.length = fill, wall, c.crc, length
+            r.flags, r.version = c.flags & (PRESENT | IS_ROOT | IS_BAD), VERSION
+            fill += 1
+            r.check = _check(id_at + np.uint64(64 * k), 60, k)
+        s = states[k]
+        s.deadline = c.deadline + now_to_wall if c.deadline != 0 else 0
+        s.last, s.fill, s.uses = c.last, np.uint32(identities[k].fill & np.uint64(0xFFFFFFFF)), min(c.uses, 65535)
+        s.tenant = tenants[c.tenant]
+        s.priority, s.flags = c.priority, c.flags & TO_FORGET
+        s.check = _check(state_at + np.uint64(32 * k), 28, k)
+    return fill
+
+
+@jit
+def decode(identities: np.ndarray, states: np.ndarray, n: int, length: int, out: np.ndarray) -> int:
+    """Read `n` slots' records. Those that hold a block, or are out of use, go to `out`; how many. A block whose state
+    is torn or of an earlier fill has default retention."""
+    id_at = np.uint64(identities.ctypes.data)
+    state_at = np.uint64(states.ctypes.data)
+    found = 0
+    for k in range(n):
+        r = identities[k]
+        if r.version != VERSION or r.flags & (PRESENT | IS_BAD) == 0:
+            continue
+        if r.check != _check(id_at + np.uint64(64 * k), 60, k) or (r.flags & PRESENT and r.length != length):
+            continue
+        o = out[found]
+        o.k0, o.k1, o.p0, o.p1 = r.k0, r.k1, r.p0, r.p1
+        o.fill, o.written, o.slot, o.crc = r.fill, r.written, k, r.crc
+        o.flags = r.flags & (PRESENT | IS_ROOT | IS_BAD)
+        o.deadline, o.last, o.uses, o.tenant, o.priority = 0, 0, 1, 0, DEFAULT_PRIORITY
+        s = states[k]
+        if np.uint64(s.fill) == r.fill & np.uint64(0xFFFFFFFF) and s.check == _check(
+            state_at + np.uint64(32 * k), 28, k
+        ):
+            o.deadline, o.last, o.uses, o.tenant = s.deadline, s.last, s.uses, s.tenant
+            o.priority = min(s.priority, 100)
+            o.flags = o.flags | (s.flags & TO_FORGET)
+        found += 1
+    return found
+
+
+def remembered(identities: NDArray[np.void], states: NDArray[np.void], length: int) -> NDArray[np.void]:
+    """The blocks, and slots out of use, that records tell of: dtype REMEMBERED, by slot."""
+    out = np.zeros(len(identities), REMEMBERED)
+    return out[: decode(identities, states, len(identities), length, out)]

@@ -1,0 +1,102 @@
+"""The superblock of a namespace in a directory: what the files beside it are, in words, and whether they were closed.
+
+Knows one small file. Replaced as a whole, so it is the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from gdskv.errors import DirectoryError
+from gdskv.io.crc import crc32c_bytes
+
+NAME = "superblock"
+FORMAT = 1
+
+
+@dataclass
+class Superblock:
+    """What is known of one namespace in one directory."""
+
+    digest: str
+    """Of the namespace, hex."""
+    fields: dict[str, str]
+    """The namespace, readable."""
+    slot_bytes: int
+    blocks: int
+    """Slots of this directory's slab."""
+    index: int
+    """Place of this directory among those that were opened together."""
+    of: int
+    """How many these were."""
+    slab: str
+    """uuid of the slab; the slab and the records carry it too."""
+    clean: bool = False
+    """Closed with everything written."""
+    opened: int = 0
+    """Wall clock at the last open, ns."""
+    highest_wall: int = 0
+    """Latest wall clock seen, ns: a clock that steps back does not go below it."""
+    next_fill: int = 1
+    bytes_written: int = 0
+    """Payload written over the directory's life, as of the last close."""
+    bytes_read: int = 0
+    tenants: list[str] = field(default_factory=list)
+    format: int = FORMAT
+
+    def write(self, folder: Path, *, sync: bool) -> None:
+        """Replace the file in `folder`."""
+        body = json.dumps(asdict(self), sort_keys=True)
+        text = f"{body}\n{crc32c_bytes(body.encode()):08x}\n"
+        new = folder / (NAME + ".new")
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(new, folder / NAME)
+
+
+def read(folder: Path) -> Superblock | str:
+    """The superblock in a folder, or why there is none to go by.
+
+    Raises
+    ------
+    DirectoryError
+        It is of another format version.
+    """
+    path = folder / NAME
+    with contextlib.suppress(OSError):
+        (folder / (NAME + ".new")).unlink()  # of an owner that died while replacing it
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "no superblock"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"superblock cannot be read ({error})"
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> Superblock | str:
+    """Read a superblock's text; never raises on damage, only on another version."""
+    body, _, rest = text.partition("\n")
+    try:
+        whole = int(rest.strip(), 16) == crc32c_bytes(body.encode())
+        values = json.loads(body) if whole else None
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        return "superblock is damaged"
+    if values.get("format") != FORMAT:
+        raise DirectoryError(
+            f"{path} has format {values.get('format')}; this version reads {FORMAT}. "
+            f"Clear it with: gdskv inspect {path.parent.parent} --clear"
+        )
+    try:
+        return Superblock(**values)
+    except TypeError:
+        return "superblock is damaged"

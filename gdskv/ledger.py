@@ -1,0 +1,277 @@
+"""``Ledger``: keeps the directories' records in step with the table, and makes a table from them at open.
+
+Between the table's journal and the record files; never waits for a device. Must not know requests or engines.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gdskv.directory import Directory, open_directories
+from gdskv.directory.directory import tenant_crc
+from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
+from gdskv.io.base import TRANSFER, WRITE, Slab
+from gdskv.pools.disk import SLAB_HEADER, DiskPool
+from gdskv.table import CHANGE, DEFAULT_PRIORITY, BlockTable
+
+ROUND = 512  # records brought up to date per call
+FILL = 1
+
+
+class Recovered(NamedTuple):
+    """What an open brought back, and what it did not."""
+
+    blocks: int
+    forgotten: int
+    """Past a deadline at which they were to be forgotten."""
+    dropped: int
+    """No longer fit, or hung on what is gone."""
+    moved: int
+    """Payloads copied, because the slab is smaller than it was."""
+    why: tuple[str, ...]
+    """Per directory that came back empty or in part: which, and why."""
+
+
+class Ledger:
+    """Records of the disk tier.
+
+    Parameters
+    ----------
+    pool : DiskPool
+    fields : dict
+        The namespace, readable.
+    digest : bytes
+    now, wall : int
+        Nanoseconds on the caller's clock and on the wall's, at the same instant.
+    checksums : bool
+        Without them, what was not closed cleanly is not believed.
+    durable : bool
+        "fsync": a committed spill survives a power cut.
+    """
+
+    def __init__(
+        self,
+        pool: DiskPool,
+        fields: dict[str, str],
+        digest: bytes,
+        *,
+        now: int,
+        wall: int,
+        checksums: bool,
+        durable: bool,
+    ) -> None:
+        self._pool = pool
+        self.directories: list[Directory] = open_directories(
+            pool, fields, digest, wall, trust_unclean=checksums, sync=durable
+        )
+        self.wall = max(d.wall for d in self.directories)
+        self._now_to_wall = self.wall - now
+        self._durable = durable
+        self._crcs = np.zeros(4096, np.uint32)  # per tenant of the table
+        self._of_crc: dict[int, int] = {0: 0}
+        self._names: list[str] = []
+        self._pending = np.zeros(pool.blocks, np.uint8)  # records of a slot being written
+        self._failed = np.zeros(pool.blocks, np.bool_)
+        self._changes = np.zeros(ROUND, CHANGE)
+        self._unsynced = 0
+        self._syncing = 0
+        self._sync_batch = 0
+        self.failed_records = 0
+        self.durable_records = 0
+        self.recovered = Recovered(0, 0, 0, 0, ())
+
+    def slabs(self) -> list[Slab]:
+        """Record files for the I/O engine, to stand behind the pool's slabs: all identities, then all states."""
+        both = [d.slabs(self._pool.slabs[i].lane) for i, d in enumerate(self.directories)]
+        return [b[0] for b in both] + [b[1] for b in both]
+
+    def tenant(self, table: BlockTable, name: str) -> int:
+        """The table's number of a tenant; the same as before a restart."""
+        crc = tenant_crc(name)
+        if crc not in self._of_crc:
+            number = table.tenant(name)
+            self._of_crc[crc], self._crcs[number] = number, crc
+            self._names.append(name)
+        return self._of_crc[crc]
+
+    # ---- at open
+
+    def recover(self, table: BlockTable) -> None:
+        """Fill the table with what the records tell of, and go on recording from there."""
+        for directory in self.directories:
+            for name in directory.superblock.tenants:
+                self.tenant(table, name)
+        why = tuple(f"{d.recovery.path}: {d.recovery.why}" for d in self.directories if d.recovery.why)
+        total = Recovered(0, 0, 0, 0, why)
+        parts, clear = [], []
+        for index, directory in enumerate(self.directories):
+            part, cleared, counts = self._of(index, directory)
+            parts.append(part)
+            clear.append(cleared)
+            total = total._replace(
+                forgotten=total.forgotten + counts[0], dropped=total.dropped + counts[1], moved=total.moved + counts[2]
+            )
+        blocks = np.concatenate(parts)
+        table.remember()
+        changes = np.zeros(len(blocks), CHANGE)
+        for name in ("k0", "k1", "p0", "p1", "last", "slot", "crc", "uses", "flags", "priority"):
+            changes[name] = blocks[name]
+        live = blocks["deadline"] > self.wall
+        changes["deadline"] = np.where(live, blocks["deadline"] - self._now_to_wall, 0)
+        lapsed = (blocks["deadline"] != 0) & ~live
+        changes["priority"] = np.where(lapsed, np.minimum(blocks["priority"], DEFAULT_PRIORITY), blocks["priority"])
+        for crc in np.unique(blocks["tenant"][live]).tolist():
+            if crc not in self._of_crc:  # its name was not written before the crash
+                number = table.tenant(f"#{crc:08x}")
+                self._of_crc[crc], self._crcs[number] = number, crc
+            changes["tenant"][blocks["tenant"] == crc] = self._of_crc[crc]
+        back = table.restore(
+            changes, np.argsort(blocks["fill"], kind="stable"), np.argsort(blocks["last"], kind="stable")
+        )
+        gone = table.free_among(changes["slot"])
+        table.record_again(np.concatenate([*clear, gone]).astype(np.int32))
+        self.recovered = total._replace(blocks=back, dropped=total.dropped + len(gone))
+        for directory in self.directories:
+            directory.begin()
+        self._pool.trim()
+
+    def _of(self, index: int, directory: Directory) -> tuple[NDArray[Any], NDArray[np.int64], tuple[int, int, int]]:
+        """One directory's blocks with slots of the whole tier; slots whose records are to be written again;
+        and counts."""
+        blocks = directory.recovery.blocks
+        bad = (blocks["flags"] & IS_BAD) != 0
+        expired = (
+            ~bad & (blocks["flags"] & TO_FORGET != 0) & (blocks["deadline"] != 0) & (blocks["deadline"] <= self.wall)
+        )
+        bad &= blocks["slot"] < directory.blocks
+        keep = (blocks["flags"] & PRESENT != 0) & ~expired
+        moved: list[int] = []
+        dropped = 0
+        if (blocks["slot"][keep] >= directory.blocks).any():
+            keep, moved, dropped = self._fit(index, directory, blocks, keep, bad)
+        freed = blocks["slot"][~keep & ~bad & (blocks["slot"] < directory.blocks)]
+        out = blocks[keep | bad].copy()
+        out["slot"] += directory.first
+        again = np.concatenate([freed.astype(np.int64), np.array(moved, np.int64)]) + directory.first
+        return out, again, (int(expired.sum()), dropped, len(moved))
+
+    def _fit(
+        self, index: int, directory: Directory, blocks: NDArray[Any], keep: NDArray[np.bool_], bad: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.bool_], list[int], int]:
+        """The slab is smaller than it was: keep the most valuable blocks and move those that stand beyond its end into
+        slots of others that go."""
+        room = directory.blocks - int(bad.sum())
+        live = np.where(blocks["deadline"] > self.wall, blocks["deadline"], 0)
+        order = np.lexsort((blocks["last"], blocks["priority"], live))[::-1]
+        order = order[keep[order]]
+        kept = np.zeros(len(blocks), np.bool_)
+        kept[order[:room]] = True
+        dropped = int(keep.sum() - kept.sum())
+        taken = np.zeros(directory.blocks, np.bool_)
+        inside = blocks["slot"] < directory.blocks
+        taken[blocks["slot"][(kept | bad) & inside]] = True
+        free = np.flatnonzero(~taken)
+        beyond = np.flatnonzero(kept & ~inside)
+        fd, size = self._pool.slabs[index].fd, directory.slot_bytes
+        moved: list[int] = []
+        with mmap.mmap(-1, size) as page:
+            for target, i in zip(free.tolist(), beyond.tolist(), strict=False):
+                good = os.preadv(fd, [page], SLAB_HEADER + int(blocks["slot"][i]) * size) == size
+                if good and os.pwritev(fd, [page], SLAB_HEADER + target * size) == size:
+                    blocks["slot"][i] = target
+                    moved.append(target)
+                else:
+                    kept[i] = False
+                    dropped += 1
+        return kept, moved, dropped
+
+    # ---- while open
+
+    def collect(self, table: BlockTable, now: int) -> NDArray[Any]:
+        """Writes of records that have changed, at most ROUND slots' at a time, and what makes them durable."""
+        out = []
+        n = table.changes(self._changes) if table.unremembered else 0
+        if n:
+            changes = np.sort(self._changes[:n], order="slot")
+            for index, directory in enumerate(self.directories):
+                lo, hi = np.searchsorted(changes["slot"], [directory.first, directory.first + directory.blocks])
+                if lo == hi:
+                    continue
+                part = changes[lo:hi]
+                directory.encode(part, self._now_to_wall, now, self._crcs)
+                filled = part["slot"][(part["what"] & FILL) != 0]
+                out.append(self._writes(table, index, directory, filled, False))
+                out.append(self._writes(table, index, directory, part["slot"], True))
+                self._pending[part["slot"]] = 1
+                self._pending[filled] += 1
+        if self._durable and self._unsynced and not self._syncing and not n:
+            out.append(self._syncs(table))
+        return np.concatenate(out) if out else np.zeros(0, TRANSFER)
+
+    def _writes(
+        self, table: BlockTable, index: int, directory: Directory, slots: NDArray[np.int32], state: bool
+    ) -> NDArray[Any]:
+        out = np.zeros(len(slots), TRANSFER)
+        out["tag"] = table.transfers + 2 * slots.astype(np.int64) + state
+        out["op"] = WRITE
+        out["slab"] = len(self.directories) * (2 if state else 1) + index
+        out["offset"], out["address"], out["length"] = directory.places(slots, state)
+        return out
+
+    def _syncs(self, table: BlockTable) -> NDArray[Any]:
+        """A flush of every file: writes of no bytes."""
+        n = 3 * len(self.directories)
+        out = np.zeros(n, TRANSFER)
+        out["tag"] = table.transfers + 2 * self._pool.blocks + np.arange(n)
+        out["op"], out["slab"] = WRITE, np.arange(n)
+        self._syncing, self._sync_batch, self._unsynced = n, self._unsynced, 0
+        return out
+
+    def finish(self, table: BlockTable, results: NDArray[Any]) -> None:
+        """Take in results whose tags are this ledger's."""
+        at = results["tag"] - table.transfers
+        syncs = at >= 2 * self._pool.blocks
+        if syncs.any():
+            self._syncing -= int(syncs.sum())
+            if (results["moved"][syncs] < 0).any():
+                self.failed_records += self._sync_batch
+                self._sync_batch = 0
+            elif not self._syncing:
+                self.durable_records += self._sync_batch
+            at, results = at[~syncs], results[~syncs]
+        slots = at >> 1
+        lengths = np.where(at & 1, 32, 64)
+        failed = results["moved"] != lengths
+        self.failed_records += int(failed.sum())
+        self._failed[slots[failed]] = True
+        np.subtract.at(self._pending, slots, 1)
+        done = np.unique(slots[self._pending[slots] == 0])
+        for slot in done[self._failed[done]].tolist():
+            self._failed[slot] = False
+            table.written(slot, 3, False)
+        good = done[~self._failed[done]]
+        table.all_written(good.astype(np.int32))
+        self._unsynced += len(good)
+
+    @property
+    def settled(self) -> bool:
+        """Is every record written, and durable where that was asked for?"""
+        return not (self._pending.any() or self._syncing or (self._durable and self._unsynced))
+
+    def close(self, table: BlockTable, *, clean: bool, counters: dict[str, int]) -> None:
+        """Close the directories' files."""
+        share = len(self.directories)
+        written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
+        read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))
+        for directory in self.directories:
+            directory.close(clean=clean, tenants=self._names, written=written // share, read_=read // share)
+
+    def abandon(self) -> None:
+        """Let the files go as they are: a device still holds transfers."""
+        for directory in self.directories:
+            directory.abandon()
