@@ -28,7 +28,8 @@ __all__ = [
 READ = 0
 """Disk to memory: ``length`` bytes at ``offset`` of ``slab`` land at ``address``."""
 WRITE = 1
-"""Memory to disk: ``length`` bytes at ``address`` go to ``offset`` of ``slab``."""
+"""Memory to disk: ``length`` bytes at ``address`` go to ``offset`` of ``slab``. No bytes: what was written to the slab
+before survives a power cut once this is done (``fdatasync``)."""
 COPY = 2
 """Memory to memory: ``length`` bytes at ``address`` go to ``target``; ``slab`` is `NO_SLAB`."""
 

@@ -92,7 +92,7 @@ def submit(
         op, slab = transfers["op"][i], transfers["slab"][i]
         offset, length = transfers["offset"][i], transfers["length"][i]
         address, target = np.int64(transfers["address"][i]), np.int64(transfers["target"][i])
-        good = length > 0
+        good = length > 0 or (length == 0 and op == WRITE)  # a write of no bytes flushes its slab
         queue = copies
         if op == READ or op == WRITE:
             good = good and 0 <= slab < len(slabs) and 0 <= offset <= slabs["size"][slab] - length
@@ -134,6 +134,8 @@ def submit(
         if (
             op != COPY
             and group[LAST] >= 0
+            and length > 0
+            and group[BYTES] > 0
             and group[GROUP_SLAB] == slab
             and group[END] == offset
             and group[BYTES] + length <= max_extent

@@ -13,7 +13,7 @@ from gdskv._jit import jit
 from gdskv.io.atomics import cas, exchange, fetch_add, load_acquire, store_release
 from gdskv.io.base import COPY, READ, WRITE
 from gdskv.io.crc import crc32c_at
-from gdskv.io.libc import errno_now, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, wake
+from gdskv.io.libc import errno_now, fdatasync, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, wake
 from gdskv.io.queues import (
     CANCELLED,
     CLAIMED,
@@ -164,6 +164,9 @@ def _call(
     """Move a stretch, as often as it takes; return the bytes moved and why no more (0: the end of the file)."""
     fd, offset = descriptors["fd"][first], descriptors["offset"][first]
     moved = 0
+    if total == 0:
+        counts[_CALLS] += 1
+        return 0, errno_now() if fdatasync(fd) < 0 else 0
     while moved < total:
         turn = kind == WRITE and _await_turn(shared, lane, clock)
         if load_acquire(shared, len(shared) - LINE + STOP) != 0:
@@ -200,7 +203,7 @@ def _settle(
         length = descriptors["length"][d]
         got = max(0, min(length, moved))
         moved -= got
-        if got == length:
+        if got == length and (length > 0 or why == 0):
             whole += 1
             descriptors["moved"][d] = got
             if kind == READ and checksums:
