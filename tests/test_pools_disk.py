@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gdskv import DirectoryBusy, DirectoryError, GdskvError
-from gdskv.pools.disk import SLAB_NAME, DiskPool
+from gdskv.pools.disk import SLAB_HEADER, SLAB_NAME, DiskPool
 
 MIB = 1 << 20
 DIGEST = bytes(range(16))
@@ -61,7 +61,7 @@ def test_space_is_taken_at_open(tmp_path):
     (slab,) = pool.slabs
     (info,) = pool.directories
     status = os.fstat(slab.fd)
-    assert status.st_size == slab.size == info.bytes == 10 * MIB
+    assert status.st_size == slab.size == info.bytes == SLAB_HEADER + 10 * MIB
     assert status.st_blocks * 512 >= 10 * MIB, "preallocated, not sparse"
     assert status.st_mode & 0o077 == 0, "nobody else reads other people's prompts"
     assert info.mode == ("direct" if slab.direct else "buffered") and info.why and info.file_system
@@ -80,12 +80,12 @@ def test_slots_go_evenly_over_the_directories(tmp_path):
     assert pool.first_slot == [0, 34, 67]
     assert [slab.lane for slab in pool.slabs] == [0, 1, 2]
     assert [pool.locate(slot) for slot in (0, 33, 34, 66, 67, 99)] == [
-        (0, 0),
-        (0, 33 * 4096),
-        (1, 0),
-        (1, 32 * 4096),
-        (2, 0),
-        (2, 32 * 4096),
+        (0, SLAB_HEADER),
+        (0, SLAB_HEADER + 33 * 4096),
+        (1, SLAB_HEADER),
+        (1, SLAB_HEADER + 32 * 4096),
+        (2, SLAB_HEADER),
+        (2, SLAB_HEADER + 32 * 4096),
     ]
     for slot in (-1, 100):
         with pytest.raises(IndexError):
@@ -100,7 +100,10 @@ def test_a_slab_of_an_earlier_owner_is_used_again(tmp_path, later):
     with contextlib.closing(DiskPool([tmp_path], later, 4096, DIGEST, 0)) as pool:
         status = os.fstat(pool.slabs[0].fd)
         assert status.st_ino == inode
-        assert status.st_size == later and status.st_blocks * 512 >= later
+        assert status.st_size == SLAB_HEADER + max(later, 10 * MIB), "what is beyond the end may have to be moved first"
+        pool.trim()
+        status = os.fstat(pool.slabs[0].fd)
+        assert status.st_size == SLAB_HEADER + later and status.st_blocks * 512 >= later
     assert names(tmp_path) == {DIGEST.hex(), f"{DIGEST.hex()}/{SLAB_NAME}"}
 
 
@@ -108,9 +111,9 @@ def test_what_an_earlier_owner_holds_counts_as_free(tmp_path, monkeypatch):
     DiskPool([tmp_path], 10 * MIB, 4096, DIGEST, 0).close()
     free_now(monkeypatch, 2 * MIB)
     DiskPool([tmp_path], 12 * MIB, 4096, DIGEST, 0).close()
-    with pytest.raises(DirectoryError, match=r"does not fit .*14MiB free"):
+    with pytest.raises(DirectoryError, match=r"does not fit .*14.00MiB free"):
         DiskPool([tmp_path], 16 * MIB, 4096, DIGEST, 0)
-    with pytest.raises(DirectoryError, match=r"does not fit .*2MiB free.* slabs of other namespaces hold 12MiB"):
+    with pytest.raises(DirectoryError, match=r"does not fit .*2MiB free.* slabs of other namespaces hold 12.00MiB"):
         DiskPool([tmp_path], 12 * MIB, 4096, bytes(16), 0)
 
 
@@ -174,9 +177,9 @@ def test_a_cap_above_the_free_space_is_refused_with_both_numbers(tmp_path, monke
     free_now(monkeypatch, 20 << 30)
     assert refused([tmp_path], 30 << 30, 0.05) == (
         f"disk_bytes=30GiB does not fit {tmp_path}: 20GiB free, 5% (5GiB) must stay free. "
-        "Lower disk_bytes to at most 15GiB, or min_free."
+        "Lower disk_bytes to at most 14.99GiB, or min_free."
     )
-    assert "20GiB free, 1GiB must stay free. Lower disk_bytes to at most 19GiB" in refused(
+    assert "20GiB free, 1GiB must stay free. Lower disk_bytes to at most 18.99GiB" in refused(
         [tmp_path], 30 << 30, 1 << 30
     )
     assert refused([tmp_path], 30 << 30, 0.5).endswith("must stay free. Free some space, or lower min_free.")
@@ -186,7 +189,7 @@ def test_what_the_message_says_fits_does_fit(tmp_path, monkeypatch):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    free_now(monkeypatch, 10 * MIB + 5000)
+    free_now(monkeypatch, 10 * MIB + 2 * SLAB_HEADER + 5000)
     message = refused(folders, 64 * MIB, MIB)
     assert "Lower disk_bytes to at most 9MiB" in message
     DiskPool(folders, 9 * MIB, 4096, DIGEST, MIB).close()
@@ -197,7 +200,7 @@ def test_directories_on_one_file_system_share_its_space(tmp_path, monkeypatch):
     for folder in folders:
         folder.mkdir()
     free_now(monkeypatch, 20 << 30)
-    assert "Lower disk_bytes to at most 20GiB" in refused(folders, 24 << 30)
+    assert "Lower disk_bytes to at most 19.99GiB" in refused(folders, 24 << 30)
 
 
 def test_a_cap_below_one_block_a_directory_is_refused(tmp_path):
@@ -209,7 +212,7 @@ def test_a_full_disk_at_the_last_moment_leaves_nothing(tmp_path, mounted):
     with pytest.MonkeyPatch.context() as patch:
         free_now(patch, 1 << 30)  # somebody else took the space after we looked
         message = refused([small], 8 * MIB)
-    assert message == f"{small} did not give 8MiB: No space left on device. Lower disk_bytes, or free some space."
+    assert message == f"{small} did not give 8.00MiB: No space left on device. Lower disk_bytes, or free some space."
     other = tmp_path / "other"
     other.mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -223,7 +226,7 @@ def test_an_older_slab_keeps_its_size_when_the_next_owner_is_refused(tmp_path, m
     with pytest.MonkeyPatch.context() as patch:
         free_now(patch, 1 << 30)
         refused([small], 8 * MIB)
-    assert (small / DIGEST.hex() / SLAB_NAME).stat().st_size == MIB
+    assert (small / DIGEST.hex() / SLAB_NAME).stat().st_size == SLAB_HEADER + MIB
 
 
 def test_a_file_system_that_cannot_preallocate_is_refused(tmp_path, mounted):
@@ -259,10 +262,11 @@ def test_where_direct_io_does_not_work_the_pool_is_buffered_and_says_why(tmp_pat
 
 
 def test_the_probe_keeps_what_is_in_the_slab(tmp_path):
+    content = os.urandom(SLAB_HEADER + MIB)
     with contextlib.closing(DiskPool([tmp_path], MIB, 4096, DIGEST, 0)):
-        (tmp_path / DIGEST.hex() / SLAB_NAME).write_bytes(b"x" * MIB)
+        (tmp_path / DIGEST.hex() / SLAB_NAME).write_bytes(content)
     with contextlib.closing(DiskPool([tmp_path], MIB, 4096, DIGEST, 0)):
-        assert (tmp_path / DIGEST.hex() / SLAB_NAME).read_bytes() == b"x" * MIB
+        assert (tmp_path / DIGEST.hex() / SLAB_NAME).read_bytes() == content
 
 
 def test_a_second_pool_in_this_process_is_refused(tmp_path):

@@ -53,7 +53,7 @@ class DiskPool:
     directories
         Where slabs go; each holds an equal share of the slots, give or take one.
     disk_bytes
-        All slabs together hold at most that.
+        All slots together take at most that. A slab's header comes on top.
     slot_bytes
         Bytes of a slot, a multiple of 4096.
     digest
@@ -198,9 +198,10 @@ def _check_space(files: list[Path], shares: list[int], slot_bytes: int, disk_byt
         kept = int(min_free * total) if min_free < 1 else int(min_free)
         reusable = sum(os.stat(files[i]).st_blocks * 512 for i in members if files[i].exists())
         free = system.f_bavail * system.f_frsize + reusable
+        room = max(0, free - kept - len(members) * SLAB_HEADER)
         # All directories get an equal share, so the tightest file system limits the whole
-        most = min(most, max(0, free - kept) // slot_bytes // len(members) * len(files) * slot_bytes)
-        if sum(shares[i] for i in members) * slot_bytes > free - kept:
+        most = min(most, room // slot_bytes // len(members) * len(files) * slot_bytes)
+        if sum(shares[i] for i in members) * slot_bytes > room:
             share = f"{100 * min_free:.3g}% ({format_size(kept)})" if min_free < 1 else format_size(kept)
             refusal = refusal or f"{path}: {format_size(free)} free, {share} must stay free{_others(files, members)}"
     if refusal:
