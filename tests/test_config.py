@@ -75,6 +75,7 @@ WRONG = [
     ({"tenant_fraction": 2}, "tenant_fraction=2"),
     ({"protect_unexpired": "perhaps"}, "protect_unexpired='perhaps'"),
     ({"checksums": 3}, "checksums=3"),
+    ({"durability": "never"}, "durability='never'"),
     ({"read_threads": -1}, "read_threads=-1"),
     ({"write_threads": 1.5}, "write_threads=1.5"),
     ({"queue_depth": 15}, "queue_depth=15"),
