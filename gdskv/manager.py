@@ -106,6 +106,11 @@ class BlockManager:
                 "device_bytes=0 leaves a BlockManager nowhere to run requests. "
                 f"Set it to at least one block ({layout.slot_bytes} bytes), or use KVStore under your own device pool."
             )
+        if config.device != "cpu":
+            raise ConfigError(
+                f'device="{config.device}" is not served yet: the I/O engine of this version moves host memory only. '
+                'Use device="cpu", or KVStore with copies of your own between GPU and host memory.'
+            )
         self._device_pool = DevicePool(sizing.device_blocks, layout, config.device) if io != "null" else None
         try:
             self.store = KVStore(

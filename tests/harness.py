@@ -1,5 +1,5 @@
-"""A stand-in for an engine: it runs requests through a BlockManager with KV bytes that follow from the block's key, so every byte
-that comes back can be checked."""
+"""A stand-in for an engine: it runs requests through a BlockManager with KV bytes that follow from the block's key, so
+every byte that comes back can be checked."""
 
 from __future__ import annotations
 

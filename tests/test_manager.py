@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, payload, tokens
 
 import gdskv
-from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, payload, tokens
 
 
 @pytest.fixture
@@ -149,6 +149,11 @@ def test_any_combination_of_tiers_serves_right_bytes(tmp_path: Path, tiers: tupl
 def test_a_manager_with_no_device_tier_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(gdskv.ConfigError, match="device_bytes"):
         gdskv.BlockManager(config(tmp_path, device=0), LAYOUT, NAMESPACE)
+
+
+def test_a_device_that_the_engine_cannot_reach_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(gdskv.ConfigError, match="host memory only"):
+        gdskv.BlockManager(config(tmp_path).model_copy(update={"device": "cuda"}), LAYOUT, NAMESPACE)
 
 
 def test_use_after_close_is_refused(tmp_path: Path) -> None:

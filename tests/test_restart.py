@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, tokens
 
 import gdskv
-from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, tokens
 
 
 def manager(tmp_path: Path, *, wall: float = 1000.0, now: float = 0.0, **more: Any) -> gdskv.BlockManager:
