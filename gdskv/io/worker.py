@@ -39,9 +39,10 @@ COUNTED = ("transfers", "calls", "bytes", "errors", "short")
 _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
 
 _WHOLE = np.int64(1 << 40)  # bytes: more than any group
-# While a lane's reads come, its writes go one at a time and in small calls: what a read finds before it in the device's
-# own queue is then at most one of these.
-_GENTLE = np.int64(256 << 10)
+# While a lane's reads come, its writes go one at a time and in calls of a third of the largest extent: what a read
+# finds before it in the device's own queue is then at most one of these. Smaller calls make the tail of reads little
+# shorter and writes much slower, whole extents the other way round (docs/performance.md).
+_GENTLE = np.int64(684 << 10)
 _GENTLE_NS = 100_000_000
 _ALL = 1 << 30  # sleepers: wake every one
 
