@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gdskv.directory import Directory, open_directories
+from gdskv.directory import Directory, open_directories, records
 from gdskv.directory.directory import tenant_crc
 from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
 from gdskv.io.base import TRANSFER, WRITE, Slab
 from gdskv.pools.disk import SLAB_HEADER, DiskPool
-from gdskv.table import CHANGE, DEFAULT_PRIORITY, BlockTable
+from gdskv.table import CHANGE, BlockTable
 
 ROUND = 512  # records brought up to date per call
 FILL = 1
@@ -67,7 +67,7 @@ class Ledger:
     ) -> None:
         self._pool = pool
         self.directories: list[Directory] = open_directories(
-            pool, fields, digest, wall, trust_unclean=checksums, sync=durable
+            pool, fields, digest, wall, trust_unclean=checksums, sync=durable or not checksums
         )
         self.wall = max(d.wall for d in self.directories)
         self._now_to_wall = self.wall - now
@@ -107,88 +107,67 @@ class Ledger:
             for name in directory.superblock.tenants:
                 self.tenant(table, name)
         why = tuple(f"{d.recovery.path}: {d.recovery.why}" for d in self.directories if d.recovery.why)
-        total = Recovered(0, 0, 0, 0, why)
-        parts, clear = [], []
-        for index, directory in enumerate(self.directories):
-            part, cleared, counts = self._of(index, directory)
-            parts.append(part)
-            clear.append(cleared)
-            total = total._replace(
-                forgotten=total.forgotten + counts[0], dropped=total.dropped + counts[1], moved=total.moved + counts[2]
-            )
-        blocks = np.concatenate(parts)
-        table.remember()
-        changes = np.zeros(len(blocks), CHANGE)
-        for name in ("k0", "k1", "p0", "p1", "last", "slot", "crc", "uses", "flags", "priority"):
-            changes[name] = blocks[name]
-        live = blocks["deadline"] > self.wall
-        changes["deadline"] = np.where(live, blocks["deadline"] - self._now_to_wall, 0)
-        lapsed = (blocks["deadline"] != 0) & ~live
-        changes["priority"] = np.where(lapsed, np.minimum(blocks["priority"], DEFAULT_PRIORITY), blocks["priority"])
-        for crc in np.unique(blocks["tenant"][live]).tolist():
+        parts, again = [], []
+        forgotten = dropped = 0
+        moved: list[int] = []
+        for index, d in enumerate(self.directories):
+            blocks = d.recovery.blocks
+            if d.shrunk:
+                dropped += self._fit(index, d, moved)
+            freed = np.empty(len(blocks), np.int32)
+            counts = records.sort_out(blocks, d.blocks, d.first, self.wall, self._now_to_wall, freed)
+            parts.append(blocks[: counts[0]])
+            again.append(freed[: counts[1]])
+            forgotten += counts[2]
+        blocks = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        tenants = np.ascontiguousarray(blocks["tenant"])
+        owned = np.flatnonzero(tenants)
+        crcs, which = np.unique(tenants[owned], return_inverse=True)
+        for crc in crcs.tolist():
             if crc not in self._of_crc:  # its name was not written before the crash
                 number = table.tenant(f"#{crc:08x}")
                 self._of_crc[crc], self._crcs[number] = number, crc
-            changes["tenant"][blocks["tenant"] == crc] = self._of_crc[crc]
-        back = table.restore(
-            changes, np.argsort(blocks["fill"], kind="stable"), np.argsort(blocks["last"], kind="stable")
-        )
-        gone = table.free_among(changes["slot"])
-        table.record_again(np.concatenate([*clear, gone]).astype(np.int32))
-        self.recovered = total._replace(blocks=back, dropped=total.dropped + len(gone))
+        blocks["tenant"][owned] = np.array([self._of_crc[crc] for crc in crcs.tolist()], np.uint32)[which]
+        table.remember()
+        back = table.restore(blocks, np.argsort(np.ascontiguousarray(blocks["last"]), kind="stable"))
+        gone = table.free_among(blocks["slot"]) if back < len(blocks) else np.empty(0, np.int32)
+        table.record_again(np.concatenate([*again, np.array(moved, np.int32), gone]).astype(np.int32))
+        self.recovered = Recovered(back, forgotten, dropped + len(gone), len(moved), why)
         for directory in self.directories:
             directory.begin()
         self._pool.trim()
 
-    def _of(self, index: int, directory: Directory) -> tuple[NDArray[Any], NDArray[np.int64], tuple[int, int, int]]:
-        """One directory's blocks with slots of the whole tier; slots whose records are to be written again;
-        and counts."""
+    def _fit(self, index: int, directory: Directory, moved: list[int]) -> int:
+        """The slab is smaller than it was: keep the most valuable blocks and move those that stand beyond its end into
+        slots of others that go; `moved` gets these. How many were dropped."""
         blocks = directory.recovery.blocks
         bad = (blocks["flags"] & IS_BAD) != 0
-        expired = (
-            ~bad & (blocks["flags"] & TO_FORGET != 0) & (blocks["deadline"] != 0) & (blocks["deadline"] <= self.wall)
-        )
-        bad &= blocks["slot"] < directory.blocks
-        keep = (blocks["flags"] & PRESENT != 0) & ~expired
-        moved: list[int] = []
-        dropped = 0
-        if (blocks["slot"][keep] >= directory.blocks).any():
-            keep, moved, dropped = self._fit(index, directory, blocks, keep, bad)
-        freed = blocks["slot"][~keep & ~bad & (blocks["slot"] < directory.blocks)]
-        out = blocks[keep | bad].copy()
-        out["slot"] += directory.first
-        again = np.concatenate([freed.astype(np.int64), np.array(moved, np.int64)]) + directory.first
-        return out, again, (int(expired.sum()), dropped, len(moved))
-
-    def _fit(
-        self, index: int, directory: Directory, blocks: NDArray[Any], keep: NDArray[np.bool_], bad: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.bool_], list[int], int]:
-        """The slab is smaller than it was: keep the most valuable blocks and move those that stand beyond its end into
-        slots of others that go."""
-        room = directory.blocks - int(bad.sum())
-        live = np.where(blocks["deadline"] > self.wall, blocks["deadline"], 0)
+        keep = ~bad & (blocks["flags"] & PRESENT != 0)
+        lapsed = (blocks["deadline"] != 0) & (blocks["deadline"] <= self.wall)
+        keep &= ~(lapsed & (blocks["flags"] & TO_FORGET != 0))
+        inside = blocks["slot"] < directory.blocks
+        room = directory.blocks - int((bad & inside).sum())
+        live = np.where(lapsed, 0, blocks["deadline"])
         order = np.lexsort((blocks["last"], blocks["priority"], live))[::-1]
         order = order[keep[order]]
-        kept = np.zeros(len(blocks), np.bool_)
-        kept[order[:room]] = True
-        dropped = int(keep.sum() - kept.sum())
+        gone = order[room:]
+        blocks["flags"][gone] = 0
+        dropped = len(gone)
         taken = np.zeros(directory.blocks, np.bool_)
-        inside = blocks["slot"] < directory.blocks
-        taken[blocks["slot"][(kept | bad) & inside]] = True
+        taken[blocks["slot"][inside & ((blocks["flags"] & PRESENT != 0) & keep | bad)]] = True
         free = np.flatnonzero(~taken)
-        beyond = np.flatnonzero(kept & ~inside)
+        beyond = np.flatnonzero(keep & (blocks["flags"] & PRESENT != 0) & ~inside)
         fd, size = self._pool.slabs[index].fd, directory.slot_bytes
-        moved: list[int] = []
         with mmap.mmap(-1, size) as page:
             for target, i in zip(free.tolist(), beyond.tolist(), strict=False):
                 good = os.preadv(fd, [page], SLAB_HEADER + int(blocks["slot"][i]) * size) == size
                 if good and os.pwritev(fd, [page], SLAB_HEADER + target * size) == size:
                     blocks["slot"][i] = target
-                    moved.append(target)
+                    moved.append(directory.first + target)
                 else:
-                    kept[i] = False
+                    blocks["flags"][i] = 0
                     dropped += 1
-        return kept, moved, dropped
+        return dropped
 
     # ---- while open
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import typer
 
+from gdskv.cli.bench_recovery import recovery
 from gdskv.cli.bench_table import table
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure, beside a reference in the same run.", no_args_is_help=True)
 app.command(epilog="Example: gdskv bench table --entries 1000000")(table)
+app.command(epilog="Example: gdskv bench recovery --records 100000")(recovery)
 
 
 @app.callback()

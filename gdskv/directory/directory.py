@@ -56,7 +56,7 @@ class Directory:
     trust_unclean : bool
         Go by the records although the last owner did not close: right with checksums only.
     sync : bool
-        fsync what is written at open and close.
+        fsync at open and close, so that a power cut is never taken for a close.
     """
 
     def __init__(
@@ -75,15 +75,17 @@ class Directory:
         self.first, self.blocks = pool.first_slot[index], info.blocks
         self.slot_bytes = pool.slot_bytes
         self._sync = sync
+        self._slab_fd = pool.slabs[index].fd
         old = read(self.folder)
         why = old if isinstance(old, str) else ""
-        slab_fd = pool.slabs[index].fd
+        slab_fd = self._slab_fd
         if isinstance(old, Superblock):
             why = self._mismatch(old, digest, slab_fd, index, len(pool.directories))
             if not why and not old.clean and not trust_unclean:
                 why = "not closed cleanly, and checksums are off"
         there = old.blocks if isinstance(old, Superblock) and not why else 0
         n = max(there, self.blocks)
+        self.shrunk = there > self.blocks
         self._fds: list[int] = []
         try:
             for name, dtype in ((IDENTITIES, IDENTITY), (STATES, STATE_RECORD)):
@@ -94,12 +96,12 @@ class Directory:
         self._memory = [mmap.mmap(-1, max(1, n * d.itemsize)) for d in (IDENTITY, STATE_RECORD)]
         self.identities = np.frombuffer(self._memory[0], IDENTITY, n)
         self.states = np.frombuffer(self._memory[1], STATE_RECORD, n)
-        blocks = np.zeros(0, REMEMBERED)
+        blocks, fill, newest = np.zeros(0, REMEMBERED), 0, 0
         if isinstance(old, Superblock) and not why:
             self.superblock = old
             for fd, array in zip(self._fds, (self.identities, self.states), strict=True):
                 _read_into(fd, array)
-            blocks = records.remembered(self.identities[:there], self.states[:there], self.slot_bytes)
+            blocks, fill, newest = records.remembered(self.identities[:there], self.states[:there], self.slot_bytes)
         else:
             name = uuid.uuid4().hex
             write_uuid(slab_fd, name)
@@ -112,10 +114,8 @@ class Directory:
             if isinstance(old, Superblock):
                 self.superblock.bytes_written, self.superblock.bytes_read = old.bytes_written, old.bytes_read
                 self.superblock.highest_wall = old.highest_wall
-        newest = int(blocks["written"].max()) if len(blocks) else 0
         self.wall = max(wall, self.superblock.highest_wall, newest)
-        if len(blocks):
-            self.superblock.next_fill = max(self.superblock.next_fill, int(blocks["fill"].max()) + 1)
+        self.superblock.next_fill = max(self.superblock.next_fill, fill + 1)
         self.recovery = Recovery(info.path, blocks, why if why != "no superblock" else "", self.superblock.clean)
 
     def begin(self) -> None:
@@ -165,7 +165,7 @@ class Directory:
         s.bytes_written += written
         s.bytes_read += read_
         if self._sync:
-            for fd in self._fds:
+            for fd in (self._slab_fd, *self._fds):
                 os.fdatasync(fd)
         s.write(self.folder, sync=self._sync)
         self._close_files()

@@ -114,17 +114,20 @@ def encode(
 
 
 @jit
-def decode(identities: np.ndarray, states: np.ndarray, n: int, length: int, out: np.ndarray) -> int:
-    """Read `n` slots' records. Those that hold a block, or are out of use, go to `out`; how many. A block whose state
-    is torn or of an earlier fill has default retention."""
+def decode(
+    identities: np.ndarray, states: np.ndarray, n: int, length: int, out: np.ndarray
+) -> tuple[int, np.uint64, np.int64]:
+    """Read `n` slots' records. Those that hold a block, or are out of use, go to `out`. A block whose state is torn or
+    of an earlier fill has default retention. Returns how many, the highest number of a fill, and the latest time."""
     id_at = np.uint64(identities.ctypes.data)
     state_at = np.uint64(states.ctypes.data)
-    found = 0
+    found, fill, written = 0, np.uint64(0), np.int64(0)
     for k in range(n):
         r = identities[k]
-        if r.version != VERSION or r.flags & (PRESENT | IS_BAD) == 0:
+        if r.version != VERSION or r.check != _check(id_at + np.uint64(64 * k), 60, k):
             continue
-        if r.check != _check(id_at + np.uint64(64 * k), 60, k) or (r.flags & PRESENT and r.length != length):
+        fill, written = max(fill, r.fill), max(written, r.written)
+        if r.flags & (PRESENT | IS_BAD) == 0 or (r.flags & PRESENT and r.length != length):
             continue
         o = out[found]
         o.k0, o.k1, o.p0, o.p1 = r.k0, r.k1, r.p0, r.p1
@@ -139,10 +142,45 @@ def decode(identities: np.ndarray, states: np.ndarray, n: int, length: int, out:
             o.priority = min(s.priority, 100)
             o.flags = o.flags | (s.flags & TO_FORGET)
         found += 1
-    return found
+    return found, fill, written
 
 
-def remembered(identities: NDArray[np.void], states: NDArray[np.void], length: int) -> NDArray[np.void]:
-    """The blocks, and slots out of use, that records tell of: dtype REMEMBERED, by slot."""
-    out = np.zeros(len(identities), REMEMBERED)
-    return out[: decode(identities, states, len(identities), length, out)]
+def remembered(
+    identities: NDArray[np.void], states: NDArray[np.void], length: int
+) -> tuple[NDArray[np.void], int, int]:
+    """The blocks, and slots out of use, that records tell of: dtype REMEMBERED, by slot. And the highest number of a
+    fill, and the latest wall clock, in any record."""
+    out = np.empty(len(identities), REMEMBERED)
+    n, fill, written = decode(identities, states, len(identities), length, out)
+    return out[:n], int(fill), int(written)
+
+
+@jit
+def sort_out(
+    blocks: np.ndarray, capacity: int, first: int, wall: int, now_to_wall: int, freed: np.ndarray
+) -> tuple[int, int, int]:
+    """Leave what a table is restored from at the head of `blocks`, with slots counted from `first` and deadlines on the
+    caller's clock: what stands below `capacity` and is not to be forgotten by now. `freed` gets the slots of others.
+    Returns how many of each, and how many were forgotten."""
+    n = free = forgotten = 0
+    for i in range(len(blocks)):
+        b = blocks[i]
+        if b.slot >= capacity:
+            continue
+        lapsed = b.deadline != 0 and b.deadline <= wall
+        if b.flags & IS_BAD == 0 and (b.flags & PRESENT == 0 or (lapsed and b.flags & TO_FORGET)):
+            forgotten += b.flags & PRESENT != 0
+            freed[free] = first + b.slot
+            free += 1
+            continue
+        if lapsed:
+            b.priority, b.deadline = min(b.priority, DEFAULT_PRIORITY), 0
+        elif b.deadline != 0:
+            b.deadline -= now_to_wall
+        if b.deadline == 0:
+            b.tenant = 0
+        b.slot += first
+        if n != i:
+            blocks[n] = b
+        n += 1
+    return n, free, forgotten

@@ -59,6 +59,13 @@ class Superblock:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(new, folder / NAME)
+        if sync:
+            for place in (folder, folder.parent):  # the names, too, must survive a power cut
+                fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
 
 def read(folder: Path) -> Superblock | str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import entries, journal, moves, plan
+from . import entries, journal, moves, plan, slots
 from .check import WRONG, check
 from .state import (
     BASE,
@@ -324,10 +324,16 @@ class BlockTable:
         """The records of these disk slots are written."""
         journal.all_written(self.arrays, slots)
 
-    def restore(self, changes: NDArray[Any], by_fill: NDArray[np.int64], by_use: NDArray[np.int64]) -> int:
-        """Make the disk tier from remembered blocks (dtype CHANGE); how many came back. `by_fill` and `by_use` list
-        them from the first filled, and the least recently used, on."""
-        return int(journal.restore(self.arrays, changes, by_fill, by_use))
+    def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int:
+        """Make the disk tier from remembered blocks; how many came back. `by_use` lists them from the least recently
+        used on.
+
+        `blocks` has the fields of CHANGE, and `fill`, a number that is higher the later a block was written."""
+        return int(journal.restore(self.arrays, blocks, by_use))
+
+    def close_directory(self, k: int, closed: bool) -> None:
+        """Stop, or begin again, to hand out free slots of a directory. Its blocks are served all the same."""
+        slots.close_region(self.arrays, DISK, k, closed)
 
     def free_among(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Which of these disk slots hold nothing."""

@@ -25,6 +25,7 @@ from .state import (
     NBAD,
     NONE,
     NOW,
+    NUSED,
     QUARANTINED,
     READY,
     ROOT,
@@ -127,42 +128,57 @@ def record_again(a: Arrays, slots: np.ndarray) -> None:
 
 
 @jit
-def restore(a: Arrays, changes: np.ndarray, by_fill: np.ndarray, by_use: np.ndarray) -> int:
+def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
     """Make the disk tier from remembered blocks; how many came back. Their payloads are believed only once read. Of two
-    with one key the later fill counts; a block without its parent waits as an orphan."""
+    with one key the later fill counts; a block without its parent waits as an orphan. `by_use` lists the blocks from
+    the least recently used on. Row 0 of `tmp` has which of them an entry was made from."""
     base = a.m[BASE + DISK]
-    n = len(changes)
+    n = len(blocks)
     back = 0
-    for j in range(n - 1, -1, -1):
-        c = changes[by_fill[j]]
+    for i in range(n):
+        if i + index.AHEAD < n:
+            index.expect(a, blocks[i + index.AHEAD].k0)
+        c = blocks[i]
         g = base + c.slot
+        slots.claim(a, DISK, g)
         if c.flags & IS_BAD:
-            slots.claim(a, DISK, g)
             a.s[g].state = QUARANTINED
             a.m[NBAD + DISK] += 1
             continue
-        if index.find(a, c.k0, c.k1) != NONE:
+        e = index.find(a, c.k0, c.k1)
+        if e == NONE:
+            e = entries.create(a, c.k0, c.k1, NONE, (c.flags & IS_ROOT) != 0)
+            back += 1
+        elif blocks[a.tmp[0, e]].fill > c.fill:
+            slots.give(a, DISK, g)
             continue
-        e = entries.create(a, c.k0, c.k1, NONE, (c.flags & IS_ROOT) != 0)
-        slots.claim(a, DISK, g)
+        else:
+            older = a.e[e].slot[DISK]
+            a.s[older].entry = NONE
+            a.m[NUSED + DISK] -= 1
+            slots.give(a, DISK, older)
+        a.tmp[0, e] = i
         entries.attach(a, e, DISK, g, READY)
         a.s[g].crc = c.crc
         a.s[g].fails = UNVERIFIED
         a.e[e].uses, a.e[e].last = c.uses, c.last
         a.m[CLOCK] = max(a.m[CLOCK], c.last + 1)
+        a.e[e].flags = np.uint32(ROOT) if c.flags & IS_ROOT else np.uint32(0)
         entries.set_retention(a, e, c.priority, c.deadline, (c.flags & TO_FORGET) != 0, True)
-        back += 1
+    before = NONE
     for i in range(n):
-        c = changes[i]
+        c = blocks[i]
         e = a.s[base + c.slot].entry
-        if e == NONE or a.e[e].flags & np.uint32(ROOT):
-            continue
-        p = index.find(a, c.p0, c.p1) if c.p0 != 0 or c.p1 != 0 else NONE
-        if p != NONE and p != e:
-            entries.adopt(a, p, e)
-    _cut_circles(a, changes, n)
+        if e != NONE and a.e[e].flags & np.uint32(ROOT) == 0 and (c.p0 != 0 or c.p1 != 0):
+            p = before  # most often
+            if p == NONE or a.e[p].k0 != c.p0 or a.e[p].k1 != c.p1:
+                p = index.find(a, c.p0, c.p1)
+            if p != NONE and p != e:
+                entries.adopt(a, p, e)
+        before = e
+    _cut_circles(a, blocks, n)
     for j in range(n):
-        c = changes[by_use[j]]
+        c = blocks[by_use[j]]
         e = a.s[base + c.slot].entry
         if e == NONE:
             continue

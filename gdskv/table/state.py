@@ -323,22 +323,15 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
     size = 1 << max(6, (2 * entries - 1).bit_length())
     m[IXMASK] = size - 1
     m[NENTS], m[XCAP], m[NXFREE] = entries, transfers, transfers
-    s = np.zeros(total + 1, SLOT)
-    s["entry"] = s["prev"] = s["next"] = s["where"] = s["pos"] = NONE
-    e = np.zeros(entries, ENTRY)
-    e["parent"] = NONE
-    e["slot"] = NONE
-    link = np.zeros(entries, LINK)
-    for name in ("child", "next", "prev"):
-        link[name] = NONE
+    nobody = dict.fromkeys(("entry", "prev", "next", "where", "pos"), NONE)
     return Arrays(
         m=m,
         c=np.zeros(len(COUNTERS), np.int64),
-        e=e,
-        l=link,
+        e=_rows(entries, ENTRY, parent=NONE, slot=NONE),
+        l=_rows(entries, LINK, child=NONE, next=NONE, prev=NONE),
         estack=np.arange(entries - 1, -1, -1, dtype=np.int32),
         ix=np.zeros(size, np.uint64),
-        s=s,
+        s=_rows(total + 1, SLOT, **nobody),
         ends=np.full((3, LISTS, 2), NONE, np.int32),
         bits=np.zeros((3, 2), np.uint64),
         heap=np.full(total + 1, NONE, np.int32),
@@ -354,6 +347,16 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
         rg=rg,
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
     )
+
+
+def _rows(n: int, dtype: np.dtype[Any], **values: int) -> NDArray[Any]:
+    """`n` equal records, zero but for `values`; written in one go, as an open waits for it."""
+    row = np.zeros(1, dtype)
+    for name, value in values.items():
+        row[name] = value
+    words = np.empty((n, dtype.itemsize // 8), np.int64)
+    words[:] = row.view(np.int64)
+    return words.reshape(-1).view(dtype)
 
 
 def _fill_bits(words: NDArray[np.uint64], n: int) -> None:
