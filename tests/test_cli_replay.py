@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command import Command
+from doubles import DelayEngine
 
 from gdskv.replay.generator import generate_trace
 from gdskv.replay.player import Plan
@@ -117,6 +118,15 @@ def test_real_bytes_come_back_as_they_were_from_every_tier(
     else:
         assert report["bytes_written"] == report["bytes_read"] == 0
     assert report["us"]["match"]["p50"] <= report["us"]["match"]["p99.9"]
+
+
+def test_a_slow_device_delays_loads_and_no_call() -> None:
+    plan = Plan(device_blocks=250, host_blocks=50, disk_blocks=900, block_bytes=4096)
+    tally = run(generate_trace(60), plan, io=lambda engine: DelayEngine(engine, 0.1))
+    median = {call: t["p50"] for call, timing in tally.timings.items() if (t := timing.percentiles())}
+    assert tally.hits["disk"] > 0 == tally.wrong_blocks
+    assert median["load"] >= 100_000  # µs: cannot be sooner
+    assert max(median[call] for call in ("match", "allocate", "commit", "release", "poll")) < 50_000
 
 
 def test_trace_time_is_kept_at_the_speed_asked_for() -> None:

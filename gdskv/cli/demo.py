@@ -198,7 +198,8 @@ def _show(result: dict[str, Any]) -> None:
     )
     console.out.print(result["sizing"], markup=False)
     console.print_places(result["directories"])
-    table = Table(title="prompt tokens reused and computed; time to first token", title_justify="left", box=SIMPLE_HEAD)
+    title = "prompt tokens reused and computed; time to first token"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))  # 80 columns are enough
     for name in ("round", "doc", "device", "host", "disk", "computed", "first ms", "no cache ms", "answer"):
         table.add_column(name, justify="left" if name == "answer" else "right")
     for row in result["rows"]:
