@@ -215,6 +215,13 @@ class BlockManager:
         counts = np.bincount(self._table.match(keys)[1], minlength=3) * self.layout.tokens_per_block
         return Matched(*(int(c) for c in counts))
 
+    def deadlines(self, *, keys: Keys) -> NDArray[np.float64]:
+        """Until when each block of a chain is retained, in seconds on the caller's clock; 0 where it is not."""
+        entries, _ = self._table.match(keys)
+        out = np.zeros(len(keys))
+        out[: len(entries)] = self._table.arrays.e["deadline"][entries] / 1e9
+        return out
+
     def allocate(self, request: Request, n_blocks: int, *, now: float) -> Rejected | None:
         """Lease `n_blocks` further device slots, as decoding needs them; they join the end of `request.blocks`, and the
         request is ready again once they are free of older bytes."""

@@ -5,6 +5,7 @@ Reads options and shows the report; what happens in between is ``gdskv.replay``.
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 _GENERATED_REQUESTS = 2000
+
+
+class OnExpiry(Enum):
+    """What becomes of a block when its deadline has passed."""
+
+    demote = "demote"
+    forget = "forget"
 
 
 def replay(
@@ -42,6 +50,10 @@ def replay(
     limit: Annotated[int | None, typer.Option(min=1, help="Run at most that many requests.")] = None,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
     speed: Annotated[float, typer.Option(help="Factor of the trace's own time; 0: as fast as it goes.")] = 0.0,
+    ttl_share: Annotated[float, typer.Option(help="Share of the requests that carry a ttl.")] = 0.0,
+    ttl: Annotated[float, typer.Option(help="Their ttl in seconds of trace time.")] = 600.0,
+    on_expiry: Annotated[OnExpiry, typer.Option(help="What becomes of their blocks then.")] = OnExpiry.demote,
+    retained_fraction: Annotated[float, typer.Option(help="Share of the lowest tier that they may hold.")] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of the made-up trace.")] = 0,
     skip_bad_lines: Annotated[bool, typer.Option("--skip-bad-lines", help="Count broken lines and go on.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -54,6 +66,7 @@ def replay(
     from gdskv.errors import ConfigError
     from gdskv.replay.generator import generate_trace
     from gdskv.replay.player import Plan
+    from gdskv.replay.promises import TtlPlan
     from gdskv.replay.run import run
     from gdskv.replay.traces import read_trace
     from gdskv.units import parse_size
@@ -70,6 +83,7 @@ def replay(
         simulate=simulate,
         concurrency=concurrency,
         speed=speed,
+        ttl=TtlPlan(ttl_share, ttl, on_expiry.value, retained_fraction),
     )
     if trace is None:
         loaded = generate_trace(limit or _GENERATED_REQUESTS, seed)
@@ -92,12 +106,12 @@ def replay(
 
 def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]:
     hits = {tier: tally.hits[tier] for tier in ("device", "host", "disk")}
-    written, bytes_written, bytes_read = (
-        sum(count for name, count in tally.stats.items() if name.startswith(f"io_{what}"))
-        for what in ("write_transfers", "write_bytes", "read_bytes")
-    )
-    if plan.simulate and next(iter(plan.blocks)) == "disk":  # alone, it is written by the requests themselves
-        written, bytes_written = tally.blocks_missing, tally.blocks_missing * plan.block_bytes
+    # Blocks, not the records beside them: what was spilled, or, with nothing above the disk, what requests put there.
+    written = tally.stats["spills"] - tally.stats["failed_writes"]
+    if next(iter(plan.blocks)) == "disk":
+        written = tally.blocks_missing
+    bytes_read = (tally.stats["onboards_disk"] + tally.stats["prefetches"]) * plan.block_bytes
+    if next(iter(plan.blocks)) == "disk":
         bytes_read = hits["disk"] * plan.block_bytes
     return {
         "trace": name,
@@ -116,11 +130,12 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "tokens_reused": sum(hits.values()) * trace.block_tokens,
         "blocks_written": written,
         "bytes_read": bytes_read,
-        "bytes_written": bytes_written,
+        "bytes_written": written * plan.block_bytes,
         "verified_blocks": tally.verified_blocks,
         "wrong_blocks": tally.wrong_blocks,
         "failed_blocks": tally.failed_blocks,
         "elapsed_s": round(tally.elapsed_s, 3),
+        "retention": tally.retention,
         "us": {call: timing.percentiles() for call, timing in tally.timings.items()},
         "counters": tally.stats,
     }
@@ -157,6 +172,12 @@ def _show(report: dict[str, Any]) -> None:
         f"and found {report['hit_ratio']:.1%}; {report['bytes_written'] / gib:.2f} GiB written, "
         f"{report['bytes_read'] / gib:.2f} GiB read."
     )
+    for name, books in report["retention"].items():
+        console.out.print(
+            f"{name}: {books['blocks_kept_to_deadline']:,} of {books['blocks_past_deadline']:,} promised blocks were "
+            f"kept to their deadline, {books['blocks_over_budget']:,} were over the budget, "
+            f"{books['blocks_served_after_forget']:,} served after they were to be forgotten."
+        )
     if not report["simulate"]:
         wrong = report["wrong_blocks"]
         console.out.print(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from gdskv.replay import pattern
 from gdskv.replay.player import Keys, Plan, Tally
+from gdskv.replay.promises import Promises
 from gdskv.replay.timing import Timing
+from gdskv.retention import Retention
 
 if TYPE_CHECKING:
     from gdskv.manager import BlockManager, Rejected, Request
@@ -24,6 +26,7 @@ class _Flight:
     request: Request
     keys: Keys
     began_ns: int
+    wish: Retention | None
 
 
 class ManagedPlayer:
@@ -39,6 +42,8 @@ class ManagedPlayer:
         # the manager always has a device tier; in a simulation it stands for the topmost one that was asked for
         top = next(iter(plan.blocks))
         self._names = (top, "host", "disk")
+        self._promises = Promises(plan.ttl)
+        self._number = 0
 
     def start(self, keys: Keys, now: float) -> _Flight | None:
         from gdskv.manager import Rejected
@@ -46,15 +51,19 @@ class ManagedPlayer:
         began_ns = time.perf_counter_ns()
         self._kv.match(keys=keys, now=now)  # only to time it: it changes nothing, and begin looks for itself
         self.tally.timings["match"].since(began_ns)
-        answer = self._begin(keys, now)
+        wish = self._promises.plan.wish(self._number)
+        answer = self._begin(keys, now, wish)
         wanted = len(keys)
         if isinstance(answer, Rejected) and answer.limit < wanted:  # can never be had as a whole
             keys = keys[: answer.limit]
-            answer = self._begin(keys, now)
+            answer = self._begin(keys, now, wish)
         if isinstance(answer, Rejected):
             return None
         self.tally.requests_cut += len(keys) < wanted
-        return _Flight(answer, keys, began_ns)
+        self._number += 1
+        if self._promises.plan.share:
+            self._promises.served(keys, len(answer.tiers), now)
+        return _Flight(answer, keys, began_ns, wish)
 
     def advance(self, flight: _Flight, now: float) -> bool:
         kv, tally, request = self._kv, self.tally, flight.request
@@ -73,12 +82,15 @@ class ManagedPlayer:
         start = time.perf_counter_ns()
         kv.commit(request, keys=flight.keys, now=now)
         tally.timings["commit"].since(start)
+        if self._promises.plan.share:
+            self._promises.committed(kv, flight.keys, found, flight.wish, now)
         start = time.perf_counter_ns()
         kv.release(request, now=now)
         tally.timings["release"].since(start)
         return True
 
     def poll(self, now: float) -> None:
+        self._promises.lapse(self._kv, now)
         start = time.perf_counter_ns()
         self._kv.poll(now=now)
         self.tally.timings["poll"].since(start)
@@ -86,10 +98,12 @@ class ManagedPlayer:
     def close(self) -> None:
         self._kv.close()
         self.tally.stats = self._kv.stats()
+        if self._promises.plan.share:
+            self.tally.retention = self._promises.report()
 
-    def _begin(self, keys: Keys, now: float) -> Request | Rejected:
+    def _begin(self, keys: Keys, now: float, wish: Retention | None) -> Request | Rejected:
         start = time.perf_counter_ns()
-        answer = self._kv.begin(keys=keys, now=now)
+        answer = self._kv.begin(keys=keys, retention=wish, now=now)
         self.tally.timings["allocate"].since(start)
         return answer
 

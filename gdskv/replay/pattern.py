@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from gdskv._jit import jit
 
-__all__ = ["fill", "holds", "trace_keys"]
+Keys = npt.NDArray[np.uint64]
+
+__all__ = ["Keys", "fill", "holds", "trace_keys"]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)  # both from SplitMix64 (Steele, Lea, Flood 2014)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from gdskv.errors import ConfigError, GdskvError
-from gdskv.replay.pattern import trace_keys
+from gdskv.replay.pattern import Keys, trace_keys
+from gdskv.replay.promises import TtlPlan
 from gdskv.replay.timing import Timing
 from gdskv.replay.traces import Trace
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gdskv.pools.disk import DirectoryInfo
 
 __all__ = ["Keys", "Plan", "Player", "Tally", "play"]
-
-Keys = npt.NDArray[np.uint64]
 
 _SPINS = 200  # polls in a row before the thread sleeps between two
 _NAP_S = 5e-5
@@ -48,6 +46,7 @@ class Plan:
     """Requests in flight."""
     speed: float = 0.0
     """Trace seconds per second; 0 is as fast as it goes."""
+    ttl: TtlPlan = field(default_factory=TtlPlan)
 
     def __post_init__(self) -> None:
         for name in ("device_blocks", "host_blocks", "disk_blocks"):
@@ -61,6 +60,9 @@ class Plan:
             raise ConfigError(f"concurrency={self.concurrency} is below 1. Give at least 1 request in flight.")
         if not 0 <= self.speed < float("inf"):
             raise ConfigError(f"speed={self.speed} is not 0 (as fast as it goes) or a positive factor of trace time.")
+
+        if self.ttl.share and not self.device_blocks and not self.simulate:
+            raise ConfigError("a share of requests with a ttl needs device_blocks above 0, or a simulation.")
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -85,6 +87,8 @@ class Tally:
     wrong_blocks: int = 0
     failed_blocks: int = 0
     """Blocks that were found but lost on their way."""
+    retention: dict[str, Any] = field(default_factory=dict)
+    """Promises made and kept, per deadline class."""
     directories: list[DirectoryInfo] = field(default_factory=list)
     """Where the disk tier lies, and how its bytes move."""
     stats: dict[str, int] = field(default_factory=dict)

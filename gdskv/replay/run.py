@@ -54,6 +54,7 @@ def run(trace: Trace, plan: Plan, *, io: Any = None, step: Callable[[int], None]
             disk_bytes=blocks.get("disk", 0) * layout.slot_bytes,
             directories=directories,
             policy=plan.policy,
+            retained_fraction=plan.ttl.retained_fraction,
         )
         player: Player
         if "device" in blocks:
