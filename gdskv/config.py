@@ -121,6 +121,11 @@ class CacheConfig(BaseSettings):
     durability
         ``"lazy"``: ordered by design and safe by checksum, with no fsync on the way. ``"fsync"``: a committed spill
         survives a power cut.
+    verify
+        ``"first_use"``: a payload that outlived a restart is checked when it is read. ``"all"``: at open, which reads
+        all of them.
+    io_timeout
+        Seconds that a request waits for its blocks; those that have not come by then are computed again.
     read_threads, write_threads
         I/O threads per directory; 0: chosen by the I/O engine.
     queue_depth
@@ -155,6 +160,8 @@ class CacheConfig(BaseSettings):
     protect_unexpired: bool = False
     checksums: bool = True
     durability: Literal["lazy", "fsync"] = "lazy"
+    verify: Literal["first_use", "all"] = "first_use"
+    io_timeout: Annotated[float, Field(gt=0)] = 30.0
     read_threads: Threads = 0
     write_threads: Threads = 0
     queue_depth: Annotated[int, Field(ge=16, le=65536)] = 4096
@@ -300,7 +307,10 @@ def _explain(cls: type[CacheConfig], error: Mapping[str, Any], sources: Mapping[
         allowed = "true or false"
     else:
         limits = cls.model_fields[name].metadata
+        above = next((limit.gt for limit in limits if hasattr(limit, "gt")), None)
         least = next((limit.ge for limit in limits if hasattr(limit, "ge")), None)
         most = next((limit.le for limit in limits if hasattr(limit, "le")), None)
-        allowed = f"{least} or more" if most is None else f"from {least} to {most}"
+        allowed = f"more than {above}" if above is not None else f"{least} or more"
+        if most is not None:
+            allowed = f"from {least} to {most}"
     return f"{name}={value!r} is not allowed{came}. Choose {allowed}."

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gdskv.directory import Directory, open_directories, records
 from gdskv.directory.directory import tenant_crc
 from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
+from gdskv.failing import Health
 from gdskv.io.base import TRANSFER, WRITE, Slab
 from gdskv.pools.disk import SLAB_HEADER, DiskPool
 from gdskv.table import CHANGE, BlockTable
@@ -77,6 +78,8 @@ class Ledger:
         self._names: list[str] = []
         self._pending = np.zeros(pool.blocks, np.uint8)  # records of a slot being written
         self._failed = np.zeros(pool.blocks, np.bool_)
+        self._behind = np.zeros(pool.blocks, np.bool_)  # records that wait until their directory takes writes again
+        self.health = Health(pool.first_slot, pool.blocks)
         self._changes = np.zeros(ROUND, CHANGE)
         self._unsynced = 0
         self._syncing = 0
@@ -177,6 +180,10 @@ class Ledger:
         n = table.changes(self._changes) if table.unremembered else 0
         if n:
             changes = np.sort(self._changes[:n], order="slot")
+            if self.health.any_closed:
+                closed = self.health.closed(changes["slot"])
+                self._hold(table, changes["slot"][closed])
+                changes = changes[~closed]
             for index, directory in enumerate(self.directories):
                 lo, hi = np.searchsorted(changes["slot"], [directory.first, directory.first + directory.blocks])
                 if lo == hi:
@@ -188,7 +195,7 @@ class Ledger:
                 out.append(self._writes(table, index, directory, part["slot"], True))
                 self._pending[part["slot"]] = 1
                 self._pending[filled] += 1
-        if self._durable and self._unsynced and not self._syncing and not n:
+        if self._durable and self._unsynced and not self._syncing:
             out.append(self._syncs(table))
         return np.concatenate(out) if out else np.zeros(0, TRANSFER)
 
@@ -230,12 +237,31 @@ class Ledger:
         self._failed[slots[failed]] = True
         np.subtract.at(self._pending, slots, 1)
         done = np.unique(slots[self._pending[slots] == 0])
-        for slot in done[self._failed[done]].tolist():
-            self._failed[slot] = False
+        failed = self._failed[done]
+        good, lost = done[~failed], done[failed]
+        self._failed[lost] = False
+        closed = self.health.closed(lost)
+        self._hold(table, lost[closed])
+        for slot in lost[~closed].tolist():
             table.written(slot, 3, False)
-        good = done[~self._failed[done]]
         table.all_written(good.astype(np.int32))
         self._unsynced += len(good)
+
+    def _hold(self, table: BlockTable, slots: NDArray[Any]) -> None:
+        self._behind[slots] = True
+        table.all_written(slots.astype(np.int32))
+
+    def catch_up(self, table: BlockTable) -> None:
+        """Let the records be written that waited, but for those of directories that are read-only."""
+        slots = np.flatnonzero(self._behind)
+        slots = slots[~self.health.closed(slots)]
+        self._behind[slots] = False
+        table.record_again(slots.astype(np.int32))
+
+    @property
+    def complete(self) -> bool:
+        """Do the files tell all of what the table holds on disk, but for what is under way?"""
+        return not self._behind.any()
 
     @property
     def settled(self) -> bool:

@@ -51,6 +51,8 @@ class Request:
         self.released = False
         self._begun = begun
         self._landed = 0
+        self._late = 0  # ns; when it waits no longer for what has not come
+        self._given_up = np.empty(0, np.int64)
         self._committed = 0
         self._prompt_tokens = prompt_tokens
         self._root = root
@@ -130,6 +132,8 @@ class BlockManager:
         self.layout, self.sizing = layout, sizing
         self._table = self.store.table
         self._next = 0
+        self._late: list[Begun] = []  # slots that were given up, leased until what moves in them has landed
+        self._timed_out = 0
 
     @property
     def device_pool(self) -> DevicePool:
@@ -188,6 +192,7 @@ class BlockManager:
         self._next += 1
         request = Request(self._next, keys, begun, size, tokens, root)
         request._retention, request._content = retention, content
+        request._late = self._table.now + self.store.timeout
         self.store._pump()
         return request
 
@@ -238,6 +243,7 @@ class BlockManager:
             need_r=np.concatenate([old.need_r, more.need_r]),
         )
         request.ready = False
+        request._late = self._table.now + self.store.timeout
         self.store._pump()
         return None
 
@@ -249,12 +255,39 @@ class BlockManager:
         if table.launched or table.deferred:
             request._landed = table.landed(request._begun, request._landed)
             if request._landed < len(request._begun.slots):
+                if table.now >= request._late:
+                    self._give_up(request)
                 return False
         if request._committed == 0:
-            request.failed = table.lost(request._begun)
+            request.failed = np.union1d(table.lost(request._begun), request._given_up)
         request._landed = len(request._begun.slots)
         request.ready = True
         return True
+
+    def _give_up(self, request: Request) -> None:
+        """Wait no longer for blocks that a slow device has not brought: they get other slots, to be computed in."""
+        request._late = self._table.now + self.store.timeout
+        begun, table = request._begun, self._table
+        n = len(table.waiting(begun))
+        other = table.begin(np.empty((0, 2), np.uint64), n)
+        if isinstance(other, Rejection):
+            return  # parked on, until slots come back
+        late = table.abandon(begun)
+        slots, need_w, need_r = begun.slots.copy(), begun.need_w.copy(), begun.need_r.copy()
+        self._late.append(Begun(0, begun.entries[:0], begun.tiers[:0], slots[late], need_w[late], need_r[late]))
+        slots[late], need_w[late], need_r[late] = other.slots, other.need_w, other.need_r
+        request._begun = begun._replace(slots=slots, need_w=need_w, need_r=need_r)
+        request._given_up = np.union1d(request._given_up, late[late < begun.matched])
+        request._landed = 0
+        self._timed_out += n
+
+    def _let_late_ones_go(self) -> None:
+        table = self._table
+        landed = [b for b in self._late if table.landed(b, 0) == len(b.slots)]
+        if landed:
+            self._late = [b for b in self._late if all(b is not other for other in landed)]
+            for begun in landed:
+                table.release(begun.slots)
 
     def commit(
         self,
@@ -338,6 +371,8 @@ class BlockManager:
         """Take in what has landed and start what waited for it; bounded work."""
         self.store._begin_call(now)
         self.store._pump()
+        if self._late:
+            self._let_late_ones_go()
 
     def prefetch(
         self,
@@ -362,8 +397,8 @@ class BlockManager:
         return self.store.prefetch(keys, now=now)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges; see `KVStore.stats`."""
-        return self.store.stats()
+        """Counters and gauges; see `KVStore.stats`. And the device slots that waited longer than `io_timeout`."""
+        return self.store.stats() | {"timed_out": self._timed_out}
 
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""

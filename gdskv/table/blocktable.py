@@ -219,6 +219,18 @@ class BlockTable:
         out = np.empty(begun.matched, np.int64)
         return out[: moves.lost(self.arrays, begun.slots, begun.need_w, begun.matched, out)]
 
+    def waiting(self, begun: Begun) -> NDArray[np.int64]:
+        """Indices of the blocks whose slots are not to be used yet."""
+        s = self.arrays.s[begun.slots]
+        return np.flatnonzero((s["wd"] < begun.need_w) | (s["rd"] < begun.need_r))
+
+    def abandon(self, begun: Begun) -> NDArray[np.int64]:
+        """Indices of the blocks whose slots are not to be used yet: nobody finds there what should have come, and the
+        leases stay. For a time the blocks are not read from disk either."""
+        n = len(begun.slots)
+        out = np.empty(n, np.int64)
+        return out[: moves.abandon(self.arrays, begun.slots, begun.need_w, begun.need_r, n, out)]
+
     def commit(
         self,
         keys: Keys,

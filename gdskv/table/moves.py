@@ -29,6 +29,7 @@ from .state import (
     DISK_TO_CALLER,
     DISK_TO_DEVICE,
     DISK_TO_HOST,
+    FILLING,
     HOST,
     HOST_TO_DEVICE,
     HOST_TO_DISK,
@@ -251,4 +252,24 @@ def lost(a: Arrays, slots: np.ndarray, need_w: np.ndarray, n: int, out: np.ndarr
         if need_w[i] != 0 and a.s[slots[i]].bad_w == need_w[i]:
             out[k] = i
             k += 1
+    return k
+
+
+@jit
+def abandon(a: Arrays, slots: np.ndarray, need_w: np.ndarray, need_r: np.ndarray, n: int, out: np.ndarray) -> int:
+    """Wait no longer for those of a request's `n` device slots that may not be used yet; their indices go to `out`.
+    What a read should have brought there is found elsewhere, or not at all for a while; the lease stays."""
+    k = 0
+    for i in range(n):
+        s = a.s[slots[i]]
+        if s.wd >= need_w[i] and s.rd >= need_r[i]:
+            continue
+        out[k] = i
+        k += 1
+        e = s.entry
+        if e != NONE and a.e[e].state[DEVICE] == FILLING:
+            g = a.e[e].slot[DISK]
+            if g != NONE:
+                a.s[g].retry_at = a.m[NOW] + a.m[RETRY_NS]
+            entries.detach(a, e, DEVICE)
     return k

@@ -80,6 +80,7 @@ from .state import (
 OK, NO_SLOTS, NO_TRANSFERS = 0, 1, 2
 NOT_THESE = -1  # commit: this, less the index of the block whose slot holds other content
 _NO_ADDRESS = np.uint64(0)
+PASS_OVER = 256  # blocks of closed directories that a call looks at in search of one that makes room
 
 
 @jit
@@ -221,14 +222,19 @@ def _drop(a: Arrays, t: int, g: int) -> None:
 
 @jit
 def _disk_room(a: Arrays, want: int) -> int:
-    """Free up to `want` disk slots; how many there are then."""
-    while a.m[NFREE + DISK] < want:
+    """Free up to `want` disk slots; how many there are then. Blocks of a closed directory make no room and stay."""
+    passed = 0
+    while a.m[NFREE + DISK] < want and passed < PASS_OVER and slots.any_open(a, DISK):
         g = order.victim(a, DISK)
         if g == NONE:
             if a.m[PROTECT] != 0 and a.m[NHEAP + DISK] > 0:
                 a.c[C_REFUSED_PROTECTED] += want - a.m[NFREE + DISK]
             break
-        _drop(a, DISK, g)
+        if slots.is_closed(a, DISK, g):
+            order.enlist(a, DISK, g)
+            passed += 1
+        else:
+            _drop(a, DISK, g)
     return min(want, a.m[NFREE + DISK])
 
 

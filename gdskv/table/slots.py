@@ -200,6 +200,21 @@ def close_region(a: Arrays, t: int, k: int, closed: bool) -> None:
 
 
 @jit
+def is_closed(a: Arrays, t: int, g: int) -> bool:
+    """Does slot `g` stand in a closed region?"""
+    return a.rg[_region(a, t, g - a.m[BASE + t])].closed != 0
+
+
+@jit
+def any_open(a: Arrays, t: int) -> bool:
+    """Is there a region that is not closed?"""
+    for r in range(a.m[REGION0 + t], a.m[REGION0 + t] + a.m[NREGIONS + t]):
+        if a.rg[r].closed == 0:
+            return True
+    return False
+
+
+@jit
 def quarantine(a: Arrays, t: int, g: int) -> None:
     """Keep slot `g`, whose medium has returned wrong bytes, out of use."""
     a.s[g].state = QUARANTINED
