@@ -17,7 +17,7 @@ from gdskv.errors import KeyFormatError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Content", "Keys", "TokenIds", "block_keys", "extend_keys", "keys_from_hashes", "root_key"]
+__all__ = ["Content", "Keys", "TokenIds", "as_keys", "block_keys", "extend_keys", "keys_from_hashes", "root_key"]
 
 Keys = npt.NDArray[np.uint64]
 if TYPE_CHECKING:
@@ -230,3 +230,19 @@ def _content_by_block(content: Content, size: int, first_token: int, tokens: int
         entry = offset.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
         by_block[block] = by_block.get(block, b"") + entry
     return by_block
+
+
+def as_keys(keys: object) -> Keys:
+    """Return keys that a caller hands in as the array that compiled code is made for: another kind would compile anew.
+
+    Raises
+    ------
+    KeyFormatError
+        They are no array of uint64 with shape ``(n, 2)``.
+    """
+    if not isinstance(keys, np.ndarray) or keys.dtype != np.uint64 or keys.ndim != 2 or keys.shape[1] != 2:
+        what = f"{keys.dtype} of shape {keys.shape}" if isinstance(keys, np.ndarray) else f"a {type(keys).__name__}"
+        raise KeyFormatError(
+            f"keys are {what}, not uint64 of shape (n, 2). Make them with block_keys, or keys_from_hashes."
+        )
+    return np.require(keys, requirements=["C", "W"])

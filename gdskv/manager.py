@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gdskv.config import CacheConfig
 from gdskv.errors import ConfigError, GdskvError
-from gdskv.keys import Content, TokenIds, block_keys, extend_keys, root_key
+from gdskv.keys import Content, TokenIds, as_keys, block_keys, extend_keys, root_key
 from gdskv.layout import KVLayout, Namespace
 from gdskv.pools.device import DevicePool
 from gdskv.retention import Retention
@@ -183,6 +183,7 @@ class BlockManager:
             tokens = len(token_ids)
             keys = block_keys(token_ids, size, namespace=self.store.digest, salt=salt, adapter=adapter, content=content)
         else:
+            keys = as_keys(keys)
             tokens = len(keys) * size
         self.store._begin_call(now)
         begun = self._table.begin(keys, -(-tokens // size))
@@ -217,7 +218,7 @@ class BlockManager:
                 content=content,
             )
         self.store._begin_call(now)
-        counts = np.bincount(self._table.match(keys)[1], minlength=3) * self.layout.tokens_per_block
+        counts = np.bincount(self._table.match(as_keys(keys))[1], minlength=3) * self.layout.tokens_per_block
         return Matched(*(int(c) for c in counts))
 
     def deadlines(self, *, keys: Keys) -> NDArray[np.float64]:
@@ -323,7 +324,7 @@ class BlockManager:
             raise GdskvError(f"request {request.id} is not ready: its blocks are still on their way. Poll until it is.")
         self.store._begin_call(now)
         if keys is not None:
-            request.keys = keys
+            request.keys = as_keys(keys)
         elif token_ids is not None:
             self._extend(request, token_ids)
         n = len(request.keys)

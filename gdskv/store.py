@@ -5,10 +5,9 @@ Ties the table, the pools and the I/O engine together. Never waits for a device 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from gdskv.config import CacheConfig, Sizing
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
 from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
 from gdskv.io.null import NullEngine
+from gdskv.keys import as_keys
 from gdskv.layout import KVLayout, Namespace
 from gdskv.ledger import Ledger
 from gdskv.pools.device import DevicePool
@@ -25,7 +25,7 @@ from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
 from gdskv.retention import Retention
 from gdskv.table import DEVICE, DISK, HOST, BlockTable
-from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER
+from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER, NONE
 
 __all__ = ["Done", "Found", "KVStore", "Rejected", "Ticket", "nanoseconds"]
 
@@ -85,8 +85,6 @@ class _Pending(NamedTuple):
     ticket: Ticket
     expected: int
     failed: list[int]
-    late: int
-    """ns; then what of it has not started does not start any more."""
 
 
 def nanoseconds(now: float) -> int:
@@ -138,7 +136,6 @@ class KVStore:
         self.digest = namespace.digest(layout)
         self.sizing: Sizing = config.sizing(layout)
         self._open = False
-        self._owner = os.getpid()
         if not (self.sizing.host_blocks or self.sizing.disk_blocks or device_blocks):
             raise ConfigError("no tier has a size: set host_bytes, disk_bytes or device_bytes.")
         self.host_pool: HostPool | None = None
@@ -204,8 +201,9 @@ class KVStore:
         self._pending: dict[int, _Pending] = {}
         self._done: list[Done] = []
         self._next_ticket = 0
-        self.timeout = nanoseconds(config.io_timeout)
         self._found: dict[int, Found] = {}
+        self._next_found = 0
+        self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
         self._staged = 0
         self._open = True
         self.table.advance(nanoseconds(now))
@@ -242,8 +240,9 @@ class KVStore:
             Seconds.
         """
         self._begin_call(now)
-        entries, tiers, slots = self.table.find(keys)
-        found = Found(len(slots), tiers, entries, slots, self._ticket_id())
+        entries, tiers, slots = self.table.find(as_keys(keys))
+        self._next_found += 1
+        found = Found(len(slots), tiers, entries, slots, self._next_found)
         if found.length:
             self._found[found.id] = found
         return found
@@ -269,14 +268,25 @@ class KVStore:
         Ticket or Rejected
         """
         self._begin_call(now)
-        if self._found.pop(found.id, None) is None:
+        if found.length and found.id not in self._found:
             raise GdskvError("this match was loaded or released already. Call match again before load.")
         addresses = self._addresses(into, found.length)
-        staged = (found.tier == DISK).any() and not self._aligned(addresses)
+        if isinstance(into, np.ndarray) and into.dtype != np.uint64 and not into.flags.writeable:
+            raise GdskvError("into is read-only memory. Give an array that may be written.")
+        staged = bool((found.tier == DISK).any()) and not self._aligned(addresses)
+        if staged and not self.sizing.host_blocks:
+            raise self._misaligned(addresses)
+        self._found.pop(found.id, None)
         try:
-            return (self._load_staged if staged else self._load)(found, addresses)
+            answer = (self._load_staged if staged else self._load)(found, addresses)
         finally:
             self.table.leave(found.tier, found.slots)
+        self._keep(answer, into)
+        return answer
+
+    def _keep(self, answer: Ticket | Rejected, memory: Any) -> None:
+        if isinstance(answer, Ticket) and answer.id in self._pending:
+            self._memory[answer.id] = memory
 
     def _load(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
         """Plan the copies and reads, from wherever `found` says; a slot of -1 is not there."""
@@ -290,12 +300,12 @@ class KVStore:
 
     def _load_staged(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
         """Through host slots: what is on disk is brought there first, and what finds no room there is not loaded."""
-        if not self.sizing.host_blocks:
-            raise self._misaligned(addresses)
         self._staged += int((found.tier == DISK).sum())
-        records = self.table.arrays.e[found.entries]
+        arrays = self.table.arrays
+        still = arrays.s["entry"][found.slots] == found.entries  # else lost, and the entry may be another block's now
+        records = arrays.e[found.entries[: int(np.argmin(still)) if not still.all() else None]]
         self.table.prefetch(np.stack([records["k0"], records["k1"]], axis=1), found.length)
-        slots = self.table.arrays.e["slot"][found.entries, HOST]
+        slots = np.where(still, arrays.e["slot"][found.entries, HOST], NONE)
         return self._load(found._replace(tier=np.full_like(found.tier, HOST), slots=slots), addresses)
 
     def _misaligned(self, addresses: NDArray[np.uint64]) -> GdskvError:
@@ -321,6 +331,7 @@ class KVStore:
             `blocks` may be fewer than asked where there is no room; the rest is counted (`shed_no_slot`).
         """
         self._begin_call(now)
+        keys = as_keys(keys)
         addresses = self._addresses(source, len(keys))
         if not self.sizing.host_blocks and not self._aligned(addresses):
             raise self._misaligned(addresses)
@@ -330,12 +341,13 @@ class KVStore:
         ticket = Ticket(ident, cached)
         self._await(ticket, moving, [])
         self._pump()
+        self._keep(ticket, source)
         return ticket
 
     def prefetch(self, keys: Keys, *, now: float) -> int:
         """Bring blocks that are on disk alone to host, at most a quarter of it; how many are on their way."""
         self._begin_call(now)
-        n = self.table.prefetch(keys, max(1, self.table.capacity(HOST) // 4))
+        n = self.table.prefetch(as_keys(keys), max(1, self.table.capacity(HOST) // 4))
         self._pump()
         return n
 
@@ -359,10 +371,6 @@ class KVStore:
         out["staged"] = self._staged
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
-            states = self.ledger.health.states
-            out["directories_read_only"] = sum(s.read_only for s in states)
-            out["read_only_periods"] = sum(s.closures for s in states)
-            out["write_errors"] = sum(s.write_errors for s in states)
         return out
 
     def check(self) -> None:
@@ -386,14 +394,22 @@ class KVStore:
         bool
             True if everything landed.
         """
-        if not self._open or self._owner != os.getpid():
-            return True  # closed before, or inherited by a forked child, to which nothing of it belongs
+        if not self._open:
+            return True
         self._open = False
         end = time.monotonic() + timeout
-        while time.monotonic() < end and (not self.idle or self.table.flush(ROUND)):
+        left = self.table.capacity(
+            DISK
+        )  # not more: the first are the most valuable, and later ones would displace them
+        while time.monotonic() < end:
+            if self.idle:
+                planned = self.table.flush(min(ROUND, left))
+                left -= planned
+                if not planned:
+                    break
             self._pump()
             time.sleep(0.0005)
-        clean = self.idle and (self.ledger is None or self.ledger.complete)
+        clean = self.idle
         drained = self.io.close(max(0.0, end - time.monotonic()))
         if self.ledger is not None:
             if drained:
@@ -422,49 +438,52 @@ class KVStore:
     def _begin_call(self, now: float) -> None:
         if not self._open:
             raise StoreClosed("this store is closed. Open a new one.")
-        if self._owner != os.getpid():
-            raise StoreClosed(
-                f"this store belongs to process {self._owner}, from which this one was forked. "
-                "Open a store after the fork, in other directories."
-            )
         self.table.advance(nanoseconds(now))
 
     def _ticket_id(self) -> int:
         while True:
             self._next_ticket = (self._next_ticket + 1) % self.table.transfers
-            if self._next_ticket not in self._pending and self._next_ticket not in self._found:
+            if self._next_ticket not in self._pending:
                 return self._next_ticket
 
     def _await(self, ticket: Ticket, expected: int, failed: list[int]) -> None:
-        self._pending[ticket.id] = _Pending(ticket, expected, failed, self.table.now + self.timeout)
+        self._pending[ticket.id] = _Pending(ticket, expected, failed)
         if expected == 0:
             self._finish(ticket.id)
 
     def _finish(self, ident: int) -> None:
         p = self._pending.pop(ident)
+        self._memory.pop(ident, None)
         failed = np.array(sorted(p.failed), np.int64)
         self._done.append(Done(p.ticket, (p.ticket.blocks - len(failed)) * self.layout.block_bytes, failed))
 
     def _addresses(self, memory: Any, n: int) -> NDArray[np.uint64]:
+        """Where each of `n` blocks of the caller's memory begins."""
         if isinstance(memory, np.ndarray) and memory.dtype == np.uint64 and memory.ndim == 1:
             if len(memory) < n:
                 raise GdskvError(f"{len(memory)} addresses for {n} blocks. Give one address a block.")
-            return memory[:n]
+            return np.require(memory[:n], requirements=["C", "W"])
         if isinstance(memory, np.ndarray):
             base, strides, shape, itemsize = memory.ctypes.data, memory.strides, memory.shape, memory.itemsize
-        else:
+        elif hasattr(memory, "data_ptr"):
+            if memory.device.type != "cpu":
+                raise GdskvError(
+                    f"memory on {memory.device} is out of this I/O engine's reach. Give memory of the host."
+                )
             base, shape, itemsize = memory.data_ptr(), tuple(memory.shape), memory.element_size()
             strides = tuple(s * itemsize for s in memory.stride())
-        size, dense = itemsize, True
+        else:
+            raise GdskvError(f"memory is a {type(memory).__name__}. Give an array, a tensor, or one address a block.")
+        size, dense = itemsize, len(shape) > 0
         for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:]), strict=True):
             dense &= extent == 1 or stride == size
             size *= extent
-        if not dense or size != self.layout.block_bytes or shape[0] < n:
+        if not dense or size != self.layout.block_bytes or shape[0] < n or (n > 1 and abs(strides[0]) < size):
             raise GdskvError(
                 f"memory of shape {tuple(shape)} does not hold {n} blocks of {self.layout.block_bytes} contiguous "
                 "bytes along its first axis. Give such an array, or one address a block."
             )
-        return cast("NDArray[np.uint64]", np.uint64(base) + np.arange(n, dtype=np.uint64) * np.uint64(strides[0]))
+        return (base + np.arange(n, dtype=np.int64) * strides[0]).astype(np.uint64)
 
     def _aligned(self, addresses: NDArray[np.uint64]) -> bool:
         return self.layout.block_bytes == self.layout.slot_bytes and not (addresses % np.uint64(ALIGNMENT)).any()
@@ -476,7 +495,6 @@ class KVStore:
         if n:
             results = self._results[:n]
             if self.ledger is not None:
-                self.ledger.health.see(table, results)
                 records = results["tag"] >= table.transfers
                 if records.any():
                     self.ledger.finish(table, results[records])
@@ -500,8 +518,6 @@ class KVStore:
                 for i, part in enumerate((self._batch[:split], self._batch[split:n])):
                     if len(part):
                         self._backlog[i] = np.concatenate([self._backlog[i], part])
-        if self.ledger is not None and self.ledger.health.tick(table):
-            self.ledger.catch_up(table)
         if self.ledger is not None and len(self._backlog[1]) < ROUND:
             records = self.ledger.collect(table, int(table.now))
             if len(records):
@@ -511,10 +527,6 @@ class KVStore:
                 self._backlog[i] = self._backlog[i][self.io.submit(self._backlog[i]) :]
         if self._pending:
             self._settle()
-            late = [p.ticket for p in self._pending.values() if p.late <= table.now]
-            for ticket in late:
-                self._pending[ticket.id] = self._pending[ticket.id]._replace(late=table.now + self.timeout)
-                self.cancel(ticket)
 
     def _report(self, failed: NDArray[np.int64]) -> None:
         for ticket, index in failed.tolist():
