@@ -5,6 +5,7 @@ Ties the table, the pools and the I/O engine together. Never waits for a device 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -85,6 +86,8 @@ class _Pending(NamedTuple):
     ticket: Ticket
     expected: int
     failed: list[int]
+    late: int
+    """ns; then what of it has not started does not start any more."""
 
 
 def nanoseconds(now: float) -> int:
@@ -136,6 +139,7 @@ class KVStore:
         self.digest = namespace.digest(layout)
         self.sizing: Sizing = config.sizing(layout)
         self._open = False
+        self._owner = os.getpid()
         if not (self.sizing.host_blocks or self.sizing.disk_blocks or device_blocks):
             raise ConfigError("no tier has a size: set host_bytes, disk_bytes or device_bytes.")
         self.host_pool: HostPool | None = None
@@ -201,6 +205,7 @@ class KVStore:
         self._pending: dict[int, _Pending] = {}
         self._done: list[Done] = []
         self._next_ticket = 0
+        self.timeout = nanoseconds(config.io_timeout)
         self._found: dict[int, Found] = {}
         self._next_found = 0
         self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
@@ -371,6 +376,10 @@ class KVStore:
         out["staged"] = self._staged
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
+            states = self.ledger.health.states
+            out["directories_read_only"] = sum(s.read_only for s in states)
+            out["read_only_periods"] = sum(s.closures for s in states)
+            out["write_errors"] = sum(s.write_errors for s in states)
         return out
 
     def check(self) -> None:
@@ -394,13 +403,11 @@ class KVStore:
         bool
             True if everything landed.
         """
-        if not self._open:
-            return True
+        if not self._open or self._owner != os.getpid():
+            return True  # closed before, or inherited by a forked child, to which nothing of it belongs
         self._open = False
         end = time.monotonic() + timeout
-        left = self.table.capacity(
-            DISK
-        )  # not more: the first are the most valuable, and later ones would displace them
+        left = self.table.capacity(DISK)  # the first are the most valuable, and more would displace them
         while time.monotonic() < end:
             if self.idle:
                 planned = self.table.flush(min(ROUND, left))
@@ -409,7 +416,7 @@ class KVStore:
                     break
             self._pump()
             time.sleep(0.0005)
-        clean = self.idle
+        clean = self.idle and (self.ledger is None or self.ledger.complete)
         drained = self.io.close(max(0.0, end - time.monotonic()))
         if self.ledger is not None:
             if drained:
@@ -438,6 +445,11 @@ class KVStore:
     def _begin_call(self, now: float) -> None:
         if not self._open:
             raise StoreClosed("this store is closed. Open a new one.")
+        if self._owner != os.getpid():
+            raise StoreClosed(
+                f"this store belongs to process {self._owner}, from which this one was forked. "
+                "Open a store after the fork, in other directories."
+            )
         self.table.advance(nanoseconds(now))
 
     def _ticket_id(self) -> int:
@@ -447,7 +459,7 @@ class KVStore:
                 return self._next_ticket
 
     def _await(self, ticket: Ticket, expected: int, failed: list[int]) -> None:
-        self._pending[ticket.id] = _Pending(ticket, expected, failed)
+        self._pending[ticket.id] = _Pending(ticket, expected, failed, self.table.now + self.timeout)
         if expected == 0:
             self._finish(ticket.id)
 
@@ -495,6 +507,7 @@ class KVStore:
         if n:
             results = self._results[:n]
             if self.ledger is not None:
+                self.ledger.health.see(table, results)
                 records = results["tag"] >= table.transfers
                 if records.any():
                     self.ledger.finish(table, results[records])
@@ -518,6 +531,8 @@ class KVStore:
                 for i, part in enumerate((self._batch[:split], self._batch[split:n])):
                     if len(part):
                         self._backlog[i] = np.concatenate([self._backlog[i], part])
+        if self.ledger is not None and self.ledger.health.tick(table):
+            self.ledger.catch_up(table)
         if self.ledger is not None and len(self._backlog[1]) < ROUND:
             records = self.ledger.collect(table, int(table.now))
             if len(records):
@@ -527,6 +542,10 @@ class KVStore:
                 self._backlog[i] = self._backlog[i][self.io.submit(self._backlog[i]) :]
         if self._pending:
             self._settle()
+            late = [p.ticket for p in self._pending.values() if p.late <= table.now]
+            for ticket in late:
+                self._pending[ticket.id] = self._pending[ticket.id]._replace(late=table.now + self.timeout)
+                self.cancel(ticket)
 
     def _report(self, failed: NDArray[np.int64]) -> None:
         for ticket, index in failed.tolist():
