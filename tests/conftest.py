@@ -1,4 +1,4 @@
-"""Fixtures that several test files share: the real traces."""
+"""What several test files share: the real traces, and lines for the end of the test output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,37 @@ from pathlib import Path
 
 import pytest
 
+
 CHECKOUT = Path(__file__).resolve().parent.parent
+SUMMARY = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--soak MINUTES``."""
+    parser.addoption(
+        "--soak",
+        type=float,
+        default=0,
+        metavar="MINUTES",
+        help="random tests go on for that long, and ten times as many kills and cuts are made",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A place for the lines that tests want shown."""
+    config.stash[SUMMARY] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show them."""
+    for line in config.stash[SUMMARY]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def summary(pytestconfig: pytest.Config) -> list[str]:
+    """Return the list of lines that are shown after all tests."""
+    return pytestconfig.stash[SUMMARY]
 
 
 @pytest.fixture
