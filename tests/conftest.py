@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 CHECKOUT = Path(__file__).resolve().parent.parent
 SUMMARY = pytest.StashKey[list[str]]()
 
