@@ -247,7 +247,9 @@ def write_uuid(fd: int, name: str) -> None:
 
 
 def _try_direct(file: Path, file_system: str) -> tuple[int | None, str]:
-    """Open with O_DIRECT and prove it: write a page at the start and read it back. None where that does not work."""
+    """Open with O_DIRECT and prove it: write a page at the start and read it back. None where that does not work.
+
+    A page that says who the slab is gets the same bytes again, so that a process killed meanwhile does not spoil it."""
     if file_system in _IN_MEMORY:
         return None, f"{file_system} keeps files in memory"
     try:
@@ -256,9 +258,9 @@ def _try_direct(file: Path, file_system: str) -> tuple[int | None, str]:
         return None, f"{file_system} does not open files with O_DIRECT ({error.strerror})"
     with mmap.mmap(-1, 3 * ALIGNMENT) as pages, memoryview(pages) as view:
         kept, written, read = (view[i : i + ALIGNMENT] for i in range(0, 3 * ALIGNMENT, ALIGNMENT))
-        written[:] = os.urandom(ALIGNMENT)
         try:
             moved = [os.preadv(fd, [kept], 0)]
+            written[:] = kept if any(kept) else os.urandom(ALIGNMENT)
             moved += [os.pwritev(fd, [written], 0), os.preadv(fd, [read], 0), os.pwritev(fd, [kept], 0)]
             good = moved == [ALIGNMENT] * 4 and read == written
             why = "" if good else "a page reads back as it was not written"
