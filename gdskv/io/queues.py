@@ -51,8 +51,9 @@ FREE, QUEUED, CLAIMED, CANCELLED, DONE = range(5)
 # Words shared by owner and workers, in lines of 16: queue `q` has line `q`, then each lane has one, then the rest.
 # A line is two of the processor's, because it fetches pairs.
 LINE = 16
-HEAD, TAIL = 0, 8  # of a queue: groups taken, by any worker; groups given, by the owner
-READS, LAST_READ, TURN = 0, 1, 2  # of a lane: read groups queued or moving; when the last ended; the writer whose turn
+HEAD, TAIL, SLEEPERS = 0, 8, 9  # of a queue: groups taken, by any worker; groups given, by the owner; idle workers
+# Of a lane: read groups queued or moving; when the last ended; writers whose turn it is; those that wait for theirs
+READS, LAST_READ, TURN, WAITING = 0, 1, 2, 3
 FINISHED, STOP, STARTED = 0, 8, 9  # of the engine: chain of finished descriptors; 1 = let go; workers that run
 
 # Words of the owner alone
@@ -160,8 +161,9 @@ def submit(
             continue
         if queue < copies and queue % 2 == READ:
             fetch_add(shared, LINE * (len(used) + queue // 2) + READS, new)
-        store_release(shared, line + TAIL, forming[queue, NEW_TAIL])
-        wake(shared, line + TAIL, new)
+        exchange(shared, line + TAIL, forming[queue, NEW_TAIL])  # a whole barrier: a worker goes to sleep or sees it
+        if load_acquire(shared, line + SLEEPERS) > 0:
+            wake(shared, line + TAIL, 1)
     return accepted
 
 

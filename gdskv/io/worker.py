@@ -10,7 +10,7 @@ import errno
 import numpy as np
 
 from gdskv._jit import jit
-from gdskv.io.atomics import cas, exchange, fetch_add, load_acquire, store_release
+from gdskv.io.atomics import cas, exchange, fetch_add, load_acquire
 from gdskv.io.base import COPY, READ, WRITE
 from gdskv.io.crc import crc32c_at
 from gdskv.io.libc import errno_now, fdatasync, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, wake
@@ -24,10 +24,12 @@ from gdskv.io.queues import (
     LINE,
     QUEUED,
     READS,
+    SLEEPERS,
     STARTED,
     STOP,
     TAIL,
     TURN,
+    WAITING,
     Records,
     Words,
 )
@@ -41,9 +43,11 @@ _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
 _WHOLE = np.int64(1 << 40)  # bytes: more than any group
 # While a lane's reads come, its writes go one at a time and in calls of a third of the largest extent: what a read
 # finds before it in the device's own queue is then at most one of these. Smaller calls make the tail of reads little
-# shorter and writes much slower, whole extents the other way round (docs/performance.md).
+# shorter and writes much slower, whole extents the other way round. Where many reads are queued a write more is little
+# to each, and none at all would let spills starve: then one goes for every four reads (docs/performance.md).
 _GENTLE = np.int64(684 << 10)
 _GENTLE_NS = 100_000_000
+_READS_A_WRITE = 4
 _ALL = 1 << 30  # sleepers: wake every one
 
 
@@ -54,10 +58,14 @@ def _next_group(shared: Words, line: int, ring: Words) -> int:
         head = load_acquire(shared, line + HEAD)
         tail = load_acquire(shared, line + TAIL)
         if head == tail:
+            fetch_add(shared, line + SLEEPERS, 1)
             sleep_while_equal(shared, line + TAIL, tail)
+            fetch_add(shared, line + SLEEPERS, -1)
             continue
         group = load_acquire(ring, head & (len(ring) - 1))
         if cas(shared, line + HEAD, head, head + 1):  # else another took it, and the slot may hold a later one
+            if head + 1 < tail and load_acquire(shared, line + SLEEPERS) > 0:
+                wake(shared, line + TAIL, 1)
             return group
 
 
@@ -134,19 +142,27 @@ def _reads_come(shared: Words, lane: int, clock: Words) -> bool:
 
 
 @jit(nogil=True)
-def _await_turn(shared: Words, lane: int, clock: Words) -> bool:
-    """Before a write: True with the lane's turn taken while its reads come, False at once when none do."""
+def _await_turn(shared: Words, lane: int, clock: Words) -> int:
+    """Before a write: while its lane's reads come, take a turn and return the bytes to write in it; 0 when none do."""
     while load_acquire(shared, len(shared) - LINE + STOP) == 0 and _reads_come(shared, lane, clock):
-        if cas(shared, lane + TURN, 0, 1):
-            return True
-        sleep_while_equal(shared, lane + TURN, 1)
-    return False
+        reads = load_acquire(shared, lane + READS)
+        writers = load_acquire(shared, lane + TURN)
+        if writers >= max(1, reads // _READS_A_WRITE):
+            fetch_add(shared, lane + WAITING, 1)
+            sleep_while_equal(shared, lane + TURN, writers)
+            fetch_add(shared, lane + WAITING, -1)
+        elif cas(shared, lane + TURN, writers, writers + 1):
+            return _GENTLE if reads < 2 * _READS_A_WRITE else _WHOLE
+    if load_acquire(shared, lane + WAITING) > 0:
+        wake(shared, lane + TURN, _ALL)  # no reads come any more: all may go
+    return 0
 
 
 @jit(nogil=True)
 def _end_turn(shared: Words, lane: int) -> None:
-    store_release(shared, lane + TURN, 0)
-    wake(shared, lane + TURN, _ALL)  # one takes it; the others may see that no reads come any more
+    fetch_add(shared, lane + TURN, -1)  # a whole barrier, as in `submit`
+    if load_acquire(shared, lane + WAITING) > 0:
+        wake(shared, lane + TURN, 1)
 
 
 @jit(nogil=True)
@@ -169,19 +185,19 @@ def _call(
         counts[_CALLS] += 1
         return 0, errno_now() if fdatasync(fd) < 0 else 0
     while moved < total:
-        turn = kind == WRITE and _await_turn(shared, lane, clock)
+        turn = _await_turn(shared, lane, clock) if kind == WRITE else 0
         if load_acquire(shared, len(shared) - LINE + STOP) != 0:
-            if turn:
+            if turn > 0:
                 _end_turn(shared, lane)
             return moved, errno.ECANCELED
-        most = _GENTLE if turn else _WHOLE
+        most = turn if turn > 0 else _WHOLE
         n = _gather(first, moved, most, total, descriptors, link, vectors)
         if kind == READ:
             done = preadv(fd, vectors.ctypes.data, n, offset + moved)
         else:
             done = pwritev(fd, vectors.ctypes.data, n, offset + moved)
         why = errno_now() if done < 0 else 0
-        if turn:
+        if turn > 0:
             _end_turn(shared, lane)
         counts[_CALLS] += 1
         if done > 0:
