@@ -5,6 +5,7 @@ Reads options, runs the rounds and shows them; the engine and the cache do the r
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -66,6 +67,8 @@ def demo(
     The pools are so small that the first round spills to disk. Exit code 1 if an answer differs from the one without
     a cache, a block came back wrong, or none came back from disk.
     """
+    # Read when torch loads: idle threads of its pool then sleep instead of spinning; the I/O threads need the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from gdskv.engines import models
 
     name = "random Llama" if model is None else str(model)
