@@ -404,7 +404,7 @@ class BlockManager:
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""
         c = self._table.counters()
-        self._table.check(closed=not (c["failed_writes"] or c["lost"]), exclusive=True)
+        self._table.check(closed=not (c["failed_writes"] or c["lost"] or c["adopted"]), exclusive=True)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Stop; see `KVStore.close`."""

@@ -385,7 +385,7 @@ class KVStore:
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""
         c = self.table.counters()
-        self.table.check(closed=not (c["failed_writes"] or c["lost"]), exclusive=False)
+        self.table.check(closed=not (c["failed_writes"] or c["lost"] or c["adopted"]), exclusive=False)
 
     @property
     def idle(self) -> bool:

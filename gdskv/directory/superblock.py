@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from gdskv.errors import DirectoryError
 from gdskv.io.crc import crc32c_bytes
@@ -104,6 +105,15 @@ def parse(text: str, path: Path) -> Superblock | str:
             f"Clear it with: gdskv inspect {path.parent.parent} --clear"
         )
     try:
-        return Superblock(**values)
+        found = Superblock(**values)
     except TypeError:
         return "superblock is damaged"
+    return found if all(_sound(getattr(found, f.name), f.type) for f in fields(found)) else "superblock is damaged"
+
+
+def _sound(value: object, kind: Any) -> bool:
+    if kind == "int":
+        return isinstance(value, int) and 0 <= value < 1 << 63
+    if kind == "list[str]":
+        return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, {"str": str, "bool": bool, "dict[str, str]": dict}[kind])
