@@ -67,7 +67,7 @@ def test_all_slots_leased_is_rejected_at_once_and_counted(engine: Engine) -> Non
     answer = engine.begin(1, 3 * TOKENS)
     assert answer == gdskv.Rejected("device slots are leased", 8, 6)
     assert engine.begin(1, 9 * TOKENS) == gdskv.Rejected("request is larger than the device tier", 8, 9)
-    assert engine.kv.stats()["rejected"] == 1
+    assert engine.kv.stats()["rejected"] == 2
     engine.kv.cancel(held, now=0)
     engine.run(1, 3 * TOKENS)
 

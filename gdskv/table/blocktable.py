@@ -15,6 +15,7 @@ from . import entries, journal, moves, plan, slots
 from .check import WRONG, check
 from .state import (
     BASE,
+    C_REJECTED,
     CAP,
     CHECKS,
     CLEAN_WINDOW,
@@ -198,6 +199,7 @@ class BlockTable:
         """Match keys and lease a device slot for each of `total` >= len(keys) blocks."""
         a, n = self.arrays, len(keys)
         if total > a.m[CAP + DEVICE]:
+            a.c[C_REJECTED] += 1
             return Rejection("request is larger than the device tier", int(a.m[CAP + DEVICE]), total)
         ents, tiers = np.empty(n, np.int32), np.empty(n, np.int8)
         slots = np.empty(total, np.int32)

@@ -187,6 +187,8 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
                 return 13
             if e.deadline > a.m[NOW] and a.e[p].deadline < e.deadline:
                 return 14
+            if a.l[p].firm < a.l[n].firm:
+                return 14
             if (e.deadline == 0 or e.deadline > a.m[NOW]) and a.e[p].priority < e.priority:
                 return 14
         c, before = a.l[n].child, NONE

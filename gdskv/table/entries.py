@@ -19,8 +19,8 @@ from .state import (
     C_LOST,
     C_ORPHANED,
     C_QUARANTINED,
-    CLOCK,
     COUNTED,
+    DEFAULT_PRIORITY,
     DISK,
     FIRST,
     FORGET,
@@ -51,7 +51,7 @@ def create(a: Arrays, k0: np.uint64, k1: np.uint64, parent: int, root: bool) -> 
     n = a.estack[a.m[NENTS]]
     e = a.e[n]
     e.k0, e.k1 = k0, k1
-    e.deadline, e.last, e.priority, e.uses = 0, a.m[CLOCK], 0, 0
+    e.deadline, e.last, e.priority, e.uses = 0, 0, 0, 0
     e.flags = np.uint32(ROOT) if root else np.uint32(0)
     e.gen += np.uint32(1)
     e.parent = NONE
@@ -60,7 +60,7 @@ def create(a: Arrays, k0: np.uint64, k1: np.uint64, parent: int, root: bool) -> 
         e.state[t] = ABSENT
         a.l[n].kids[t] = 0
     ln = a.l[n]
-    ln.own_deadline, ln.own_priority, ln.tenant = 0, 0, 0
+    ln.own_deadline, ln.own_priority, ln.firm, ln.tenant = 0, 0, 0, 0
     ln.child = ln.next = ln.prev = NONE
     index.insert(a, n)
     if parent != NONE:
@@ -306,15 +306,18 @@ def sweep(a: Arrays, budget: int) -> int:
 @jit
 def set_retention(a: Arrays, n: int, priority: int, deadline: int, forget_it: bool, fresh: bool) -> None:
     """What a commit wishes for entry `n`. Wishes of several requests meet here: the higher priority counts, a deadline
-    only moves away, and the block is forgotten only if every wish for it said so."""
+    only moves away, and the block is forgotten only if every wish for it said so. A priority above the default that
+    came with a deadline ends with it."""
     ln = a.l[n]
+    firm = priority if deadline == 0 else min(priority, DEFAULT_PRIORITY)
     if fresh:
-        ln.own_priority, ln.own_deadline = priority, deadline
+        ln.own_priority, ln.own_deadline, ln.firm = priority, deadline, firm
         if forget_it and deadline != 0:
             a.e[n].flags |= np.uint32(FORGET)
     else:
         ln.own_priority = max(ln.own_priority, priority)
         ln.own_deadline = max(ln.own_deadline, deadline)
+        ln.firm = max(ln.firm, firm)
         if not (forget_it and deadline != 0):
             a.e[n].flags &= ~np.uint32(FORGET)
         note_state(a, n)

@@ -214,6 +214,10 @@ def _cut_circles(a: Arrays, changes: np.ndarray, n: int) -> None:
 def _lift(a: Arrays, n: int, tenant: int) -> None:
     entries.raise_to(a, n, a.l[n].own_priority, a.l[n].own_deadline, tenant)
     p = a.e[n].parent
+    while p != NONE and a.l[p].firm < a.l[n].firm:
+        a.l[p].firm = a.l[n].firm
+        p = a.e[p].parent
+    p = a.e[n].parent
     priority, deadline = a.e[n].priority, a.e[n].deadline
     while p != NONE and (a.e[p].priority < priority or (deadline > a.m[NOW] and a.e[p].deadline < deadline)):
         entries.raise_to(a, p, priority, deadline, tenant)

@@ -13,7 +13,6 @@ from gdskv._jit import jit
 from .slots import _trailing_zeros
 from .state import (
     COUNTED,
-    DEFAULT_PRIORITY,
     DISK,
     FIRST,
     FORGET,
@@ -33,7 +32,6 @@ from .state import (
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
-EQUAL_STEPS = 64  # children looked at when a parent's own deadline has passed
 
 
 @jit
@@ -169,26 +167,10 @@ def uncount(a: Arrays, n: int) -> None:
 
 @jit
 def lapse(a: Arrays, n: int) -> None:
-    """The deadline of entry `n` has passed under "demote": back to ordinary order, at most at the default priority
-    unless it, or a child, had a higher one that was not bound to the deadline."""
-    own = a.l[n].own_priority
-    if a.l[n].own_deadline != 0:
-        own = min(own, DEFAULT_PRIORITY)
-        a.l[n].own_priority = own
-        a.l[n].own_deadline = 0
-    c, steps = a.l[n].child, 0
-    while c != NONE:
-        if steps == EQUAL_STEPS:  # too many to ask: stay as high as before
-            own = a.e[n].priority
-            break
-        if a.e[c].deadline == 0 or a.e[c].deadline > a.m[NOW]:
-            own = max(own, a.e[c].priority)
-        else:  # it lapses with its parent
-            own = max(own, min(a.l[c].own_priority, DEFAULT_PRIORITY) if a.l[c].own_deadline else a.l[c].own_priority)
-        c = a.l[c].next
-        steps += 1
-    a.e[n].priority = own
-    a.e[n].deadline = 0
+    """The deadline of entry `n` has passed under "demote": what remains is the priority that no deadline bounds."""
+    ln = a.l[n]
+    ln.own_priority, ln.own_deadline = min(ln.own_priority, ln.firm), 0
+    a.e[n].priority, a.e[n].deadline = ln.firm, 0
     uncount(a, n)
 
 

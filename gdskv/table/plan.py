@@ -131,9 +131,9 @@ def match(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarr
 
 @jit
 def _touch(a: Arrays, ents: np.ndarray, n: int) -> None:
-    a.m[CLOCK] += 1
     for i in range(n - 1, -1, -1):
         e = ents[i]
+        a.m[CLOCK] += 1
         a.e[e].uses += np.uint32(1)
         a.e[e].last = a.m[CLOCK]
         note_state(a, e)
@@ -429,6 +429,7 @@ def begin(
         why = NO_TRANSFERS
     elif a.m[NFREE + DEVICE] + a.m[NLISTED + DEVICE] < want or not _device_room(a, want):
         why = NO_SLOTS
+    a.m[XKEEP] = 0
     if why != OK:
         a.c[C_REJECTED] += 1
         for i in range(found - 1, -1, -1):
@@ -479,14 +480,25 @@ def _onboard(a: Arrays, n: int, t: int, d: int) -> None:
 
 
 @jit
-def _retain(a: Arrays, ents: np.ndarray, n: int, tenant: int) -> None:
-    """Lift ancestors to their descendants: a block's effective priority and deadline are never below a child's."""
-    priority, deadline = 0, 0
+def _retain(
+    a: Arrays, ents: np.ndarray, n: int, priority: np.ndarray, ttl: np.ndarray, forget: bool, tenant: int
+) -> None:
+    """Take in what is wished for each block, and lift its ancestors to it: effective priority and deadline of a block
+    are never below a child's. New blocks become used."""
+    most, until, firm = 0, 0, 0
     for i in range(n - 1, -1, -1):
         e = ents[i]
-        priority = max(priority, a.l[e].own_priority, a.e[e].priority)
-        deadline = max(deadline, a.l[e].own_deadline, a.e[e].deadline)
-        entries.raise_to(a, e, priority, deadline, tenant)
+        fresh = a.e[e].last == 0
+        if fresh:
+            a.m[CLOCK] += 1
+            a.e[e].last = a.m[CLOCK]
+        deadline = a.m[NOW] + ttl[i] if ttl[i] != 0 else 0
+        entries.set_retention(a, e, priority[i], deadline, forget, fresh)
+        firm = max(firm, a.l[e].firm)
+        a.l[e].firm = firm
+        most = max(most, a.l[e].own_priority, a.e[e].priority)
+        until = max(until, a.l[e].own_deadline, a.e[e].deadline)
+        entries.raise_to(a, e, most, until, tenant)
 
 
 @jit
@@ -511,33 +523,30 @@ def _admit(a: Arrays, keys: np.ndarray, n: int, ttl: np.ndarray, tenant: int) ->
 
 @jit
 def _write_soon(a: Arrays, ents: np.ndarray, n: int) -> None:
-    """Write blocks with a live deadline without waiting for their eviction: what was promised survives this process."""
+    """Write blocks with a live deadline without waiting for their eviction: what was promised survives this process. So
+    too a block whose own copy was lost and that has come back, under children that are still on disk."""
     if a.m[CAP + DISK] == 0:
         return
     m = 0
     for i in range(n):
-        if a.e[ents[i]].deadline > a.m[NOW] and a.e[ents[i]].slot[DISK] == NONE:
-            m = _gather(a, ents[i], m)
+        e = ents[i]
+        if a.e[e].slot[DISK] == NONE and (a.e[e].deadline > a.m[NOW] or a.l[e].kids[DISK] > 0):
+            m = _gather(a, e, m)
     a.c[C_RETAINED_WRITES] += _to_disk(a, m)
 
 
 @jit
-def _enter(
-    a: Arrays, keys: np.ndarray, i: int, parent: int, priority: np.ndarray, ttl: np.ndarray, forget: bool
-) -> int:
-    """Entry of key `i` with what the commit wishes for it; made if need be."""
+def _enter(a: Arrays, keys: np.ndarray, i: int, parent: int) -> int:
+    """Entry of key `i`; made if need be."""
     e = index.find(a, keys[i, 0], keys[i, 1])
     if e != NONE and order.forgotten(a, e, a.m[NOW]):
         entries.forget(a, e)
         e = NONE
-    deadline = a.m[NOW] + ttl[i] if ttl[i] != 0 else 0
     if e == NONE:
         e = entries.create(a, keys[i, 0], keys[i, 1], parent, i == 0)
         a.e[e].uses = np.uint32(1)
-        entries.set_retention(a, e, priority[i], deadline, forget, True)
     else:
         entries.relink(a, parent, e)
-        entries.set_retention(a, e, priority[i], deadline, forget, False)
     return e
 
 
@@ -565,7 +574,7 @@ def commit(
     for i in range(n):
         _look_ahead(a, keys, i, n)
         d = held[i]
-        e = _enter(a, keys, i, parent, priority, ttl, forget)
+        e = _enter(a, keys, i, parent)
         have = a.e[e].slot[DEVICE]
         if have == NONE:
             entries.attach(a, e, DEVICE, d, READY)
@@ -578,9 +587,8 @@ def commit(
             a.c[C_DUPLICATES] += 1
         ents[i] = e
         parent = e
-    a.m[XKEEP] = 0
     a.c[C_COMMITTED] += new
-    _retain(a, ents, n, tenant)
+    _retain(a, ents, n, priority, ttl, forget, tenant)
     _write_soon(a, ents, n)
     return new
 
@@ -605,6 +613,7 @@ def prefetch(a: Arrays, keys: np.ndarray, n: int, most: int, ents: np.ndarray, t
     a.m[XKEEP] = want
     if a.m[NXFREE] >= want:
         got = _host_room(a, want)
+    a.m[XKEEP] = 0
     k = 0
     for i in range(found):
         if tiers[i] == DISK and k < got:
@@ -685,7 +694,6 @@ def store(
     """Take blocks of the caller's memory in, those that are not there yet, as far as there is room for a leading run.
     `result[0]` gets the transfers planned; returns how many of the `n` blocks are cached when these are done."""
     _admit(a, keys, n, ttl, tenant)
-    a.m[CLOCK] += 1
     known = 0
     while known < n:
         e = index.find(a, keys[known, 0], keys[known, 1])
@@ -695,8 +703,8 @@ def store(
     top = HOST if a.m[CAP + HOST] > 0 else DISK
     missing = 0
     for i in range(known, n):
-        if index.find(a, keys[i, 0], keys[i, 1]) == NONE:
-            missing += 1
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        missing += e == NONE or order.forgotten(a, e, a.m[NOW])
     last = index.find(a, keys[known - 1, 0], keys[known - 1, 1]) if known > 0 else NONE
     got = 0
     a.m[XKEEP] = missing
@@ -715,7 +723,7 @@ def store(
         e = index.find(a, keys[i, 0], keys[i, 1])
         if (e == NONE or order.forgotten(a, e, a.m[NOW])) and k == got:
             break
-        e = _enter(a, keys, i, parent, priority, ttl, forget)
+        e = _enter(a, keys, i, parent)
         if a.e[e].slot[HOST] == NONE and a.e[e].slot[DISK] == NONE:
             g = a.tmp[1, k]
             k += 1
@@ -734,7 +742,7 @@ def store(
             for t in range(HOST, DISK + 1):
                 if a.e[ents[j]].slot[t] != NONE:
                     order.touch(a, t, a.e[ents[j]].slot[t])
-    _retain(a, ents, i, tenant)
+    _retain(a, ents, i, priority, ttl, forget, tenant)
     a.m[XKEEP] = 0
     _write_soon(a, ents, i)
     a.c[C_COMMITTED] += k

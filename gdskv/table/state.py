@@ -36,7 +36,7 @@ ENTRY = np.dtype(
         ("k0", "<u8"),
         ("k1", "<u8"),
         ("deadline", "<i8"),  # effective, ns; 0 = none; never below that of a descendant
-        ("last", "<i8"),  # table clock at the last use
+        ("last", "<i8"),  # table clock at the last use; no two are equal, and a parent's is later than its child's
         ("parent", "<i4"),  # entry, or NONE
         ("slot", "<i4", (3,)),  # per tier, or NONE
         ("state", "u1", (3,)),
@@ -56,6 +56,7 @@ LINK = np.dtype(
         ("prev", "<i4"),
         ("kids", "<i4", (3,)),  # children with a slot in the tier
         ("own_priority", "u1"),
+        ("firm", "u1"),  # effective priority once deadlines have passed; never below a child's
         ("tenant", "<u2"),
     ],
     align=True,
