@@ -213,7 +213,14 @@ class KVStore:
         self._open = True
         self.table.advance(nanoseconds(now))
         if self.ledger is not None:
-            self.ledger.recover(self.table)
+            try:
+                self.ledger.recover(self.table)
+            except BaseException:
+                self._open = False
+                self.io.close(1.0)
+                self.ledger.abandon()
+                self._close_pools()
+                raise
 
     def _engine(self, io: Wrap | str | None) -> IOEngine:
         c = self.config

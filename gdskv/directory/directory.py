@@ -5,6 +5,7 @@ Knows its files beside the slab. Hands transfers to whoever owns the engine; wai
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import uuid
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from gdskv.directory import records
 from gdskv.directory.records import IDENTITY, REMEMBERED, STATE_RECORD
 from gdskv.directory.superblock import Superblock, read
+from gdskv.errors import DirectoryError
 from gdskv.io.base import Slab
 from gdskv.io.crc import crc32c_bytes
 from gdskv.pools.disk import DiskPool, preallocate, read_uuid, write_uuid
@@ -124,7 +126,12 @@ class Directory:
         s.blocks, s.clean, s.opened, s.highest_wall = self.blocks, False, self.wall, self.wall
         for fd, array in zip(self._fds, (self.identities, self.states), strict=True):
             os.ftruncate(fd, HEADER + self.blocks * array.dtype.itemsize)  # nothing is left of a larger past
-        s.write(self.folder, sync=self._sync)
+        try:
+            s.write(self.folder, sync=self._sync)
+        except OSError as error:
+            raise DirectoryError(
+                f"{self.folder} cannot be written: {error.strerror}. Free some space, or make it writable."
+            ) from error
 
     def slabs(self, lane: int) -> list[Slab]:
         """The record files as an engine sees them: identities, states."""
@@ -164,10 +171,11 @@ class Directory:
         s.tenants = sorted({*s.tenants, *(t for t in tenants if t)})
         s.bytes_written += written
         s.bytes_read += read_
-        if self._sync:
-            for fd in (self._slab_fd, *self._fds):
-                os.fdatasync(fd)
-        s.write(self.folder, sync=self._sync)
+        with contextlib.suppress(OSError):  # read-only by now, or gone: then it counts as not closed
+            if self._sync:
+                for fd in (self._slab_fd, *self._fds):
+                    os.fdatasync(fd)
+            s.write(self.folder, sync=self._sync)
         self._close_files()
 
     def abandon(self) -> None:
