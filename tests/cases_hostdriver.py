@@ -38,6 +38,7 @@ def stream(driver: Driver) -> Iterator[ctypes.c_void_p]:
     stream = ctypes.c_void_p()
     assert driver.lib.cuStreamCreate(ctypes.byref(stream), 0) == 0
     yield stream
+    driver.lib.cuStreamSynchronize(stream)  # nothing may run on when its memory is gone
     assert driver.lib.cuStreamDestroy_v2(stream) == 0
 
 

@@ -11,7 +11,7 @@
  * Settings, each an environment variable HOSTDRIVER_<NAME> and a call hostdriver_set("<name>", value):
  *   fail_alloc   the next N allocations and registrations fail (out of memory)
  *   fail_copy    the next N copies fail when they are handed over
- *   fail_late    the next N copies fail when they run: their stream reports it at the next synchronisation
+ *   fail_late    the next N copies fail when they run: the next event or synchronisation of their stream reports it
  *   delay_us     each copy waits so long before it runs
  *   version      what cuDriverGetVersion says (12080; below 12080 KvikIO does without cuMemcpyBatchAsync)
  */
@@ -209,7 +209,7 @@ EXPORT CUresult cuPointerGetAttributes(unsigned n, int *what, void **out, CUdevi
 
 /* ---- streams: a queue and a thread each ---- */
 
-struct event { long recorded, reached; };
+struct event { long recorded, reached; CUresult error; };
 struct op { struct op *next; struct event *event; void (*call)(void *); void *data; void *to; const void *from; size_t size; };
 struct stream {
     pthread_mutex_t lock;
@@ -224,12 +224,13 @@ static pthread_mutex_t default_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t event_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t event_reached = PTHREAD_COND_INITIALIZER;
 
-static CUresult run(struct op *op) {
+static CUresult run(struct op *op, CUresult before) {
     if (op->call) {
         op->call(op->data);
     } else if (op->event) {
         pthread_mutex_lock(&event_lock);
         op->event->reached++;
+        op->event->error = before;
         pthread_cond_broadcast(&event_reached);
         pthread_mutex_unlock(&event_lock);
     } else {
@@ -251,10 +252,11 @@ static void *serve(void *argument) {
         s->first = op->next;
         if (!s->first) s->last = &s->first;
         pthread_mutex_unlock(&s->lock);
-        CUresult result = run(op);
+        int event = op->event && !op->call;
+        CUresult result = run(op, s->error); /* only this thread sets an error */
         free(op);
         pthread_mutex_lock(&s->lock);
-        if (result) s->error = result;
+        if (result || event) s->error = result; /* an event takes the error along, as a synchronisation does */
         s->finished++;
         pthread_cond_broadcast(&s->changed);
     }
@@ -362,7 +364,7 @@ EXPORT CUresult cuEventRecord(struct event *e, struct stream *s) {
 }
 EXPORT CUresult cuEventQuery(struct event *e) {
     pthread_mutex_lock(&event_lock);
-    CUresult r = e->reached < e->recorded ? NOT_READY : SUCCESS;
+    CUresult r = e->reached < e->recorded ? NOT_READY : e->error;
     pthread_mutex_unlock(&event_lock);
     return r;
 }

@@ -31,7 +31,8 @@ WRITE = 1
 """Memory to disk: ``length`` bytes at ``address`` go to ``offset`` of ``slab``. No bytes: what was written to the slab
 before survives a power cut once this is done (``fdatasync``)."""
 COPY = 2
-"""Memory to memory: ``length`` bytes at ``address`` go to ``target``; ``slab`` is `NO_SLAB`."""
+"""Memory to memory: ``length`` bytes at ``address`` go to ``target``; ``slab`` is `NO_SLAB`. Onto themselves: nothing
+moves, and the result holds their checksum."""
 
 NO_SLAB = -1
 
@@ -54,7 +55,7 @@ RESULT = np.dtype(
     [
         ("tag", "<i8"),
         ("moved", "<i8"),  # bytes, or -errno; fewer bytes than `length` is a failure too
-        ("crc", "<u4"),  # CRC-32C of the payload of a whole READ or WRITE; 0 otherwise and with checksums off
+        ("crc", "<u4"),  # CRC-32C of the payload of a whole READ or WRITE; else 0, and with checksums off
         ("started", "<u4"),  # 1 when the transfer reached the device, 0 when it was refused or cancelled before
     ]
 )

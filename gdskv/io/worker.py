@@ -279,7 +279,10 @@ def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: W
     while d >= 0:
         if state[d] == CLAIMED:
             length = descriptors["length"][d]
-            memcpy(descriptors["target"][d], descriptors["address"][d], length)
+            if descriptors["target"][d] == descriptors["address"][d]:
+                descriptors["crc"][d] = crc32c_at(descriptors["address"][d], length)
+            else:
+                memcpy(descriptors["target"][d], descriptors["address"][d], length)
             descriptors["moved"][d] = length
             counts[_CALLS] += 1
         d = link[d]
