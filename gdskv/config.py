@@ -126,6 +126,10 @@ class CacheConfig(BaseSettings):
         all of them.
     io_timeout
         Seconds that a request waits for its blocks; those that have not come by then are computed again.
+    io
+        The I/O engine: ``"kvikio"``, ``"posix"``, or ``"auto"``: KvikIO where the device is a GPU that it can serve.
+    require_gds
+        Whether a directory whose bytes are not proven to go directly between GPU and drive refuses to open.
     read_threads, write_threads
         I/O threads per directory; 0: chosen by the I/O engine.
     queue_depth
@@ -162,6 +166,8 @@ class CacheConfig(BaseSettings):
     durability: Literal["lazy", "fsync"] = "lazy"
     verify: Literal["first_use", "all"] = "first_use"
     io_timeout: Annotated[float, Field(gt=0)] = 30.0
+    io: Literal["auto", "kvikio", "posix"] = "auto"
+    require_gds: bool = False
     read_threads: Threads = 0
     write_threads: Threads = 0
     queue_depth: Annotated[int, Field(ge=16, le=65536)] = 4096

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gdskv.config import CacheConfig
 from gdskv.errors import ConfigError, GdskvError
+from gdskv.io.choice import unreachable
 from gdskv.keys import Content, TokenIds, as_keys, block_keys, extend_keys, root_key
 from gdskv.layout import KVLayout, Namespace
 from gdskv.pools.device import DevicePool
@@ -108,9 +109,9 @@ class BlockManager:
                 "device_bytes=0 leaves a BlockManager nowhere to run requests. "
                 f"Set it to at least one block ({layout.slot_bytes} bytes), or use KVStore under your own device pool."
             )
-        if config.device != "cpu":
+        if config.device != "cpu" and (why := unreachable(config)) is not None:
             raise ConfigError(
-                f'device="{config.device}" is not served yet: the I/O engine of this version moves host memory only. '
+                f"device={config.device!r} is out of the I/O engine's reach: {why}. "
                 'Use device="cpu", or KVStore with copies of your own between GPU and host memory.'
             )
         self._device_pool = DevicePool(sizing.device_blocks, layout, config.device) if io != "null" else None

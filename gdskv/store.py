@@ -17,6 +17,8 @@ from gdskv import extents
 from gdskv.config import CacheConfig, Sizing
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
 from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
+from gdskv.io.choice import open_engine
+from gdskv.io.modes import Mode
 from gdskv.io.null import NullEngine
 from gdskv.keys import as_keys
 from gdskv.layout import KVLayout, Namespace
@@ -147,6 +149,8 @@ class KVStore:
         self.ledger: Ledger | None = None
         disk_blocks = self.sizing.disk_blocks
         real = io != "null"
+        self.modes: list[Mode] = []
+        """How the bytes of each directory move, and why."""
         try:
             if disk_blocks and real:
                 self.disk_pool = DiskPool(
@@ -163,8 +167,10 @@ class KVStore:
                     durable=config.durability == "fsync",
                 )
             if self.sizing.host_blocks and real:
-                self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes)
-            self.io = self._engine(io)
+                self.host_pool = HostPool(
+                    self.sizing.host_blocks, layout.slot_bytes, pin=config.device.startswith("cuda")
+                )
+            self.io = self._engine(io, device_pool)
         except BaseException:
             if self.ledger is not None:
                 self.ledger.abandon()
@@ -222,21 +228,17 @@ class KVStore:
                 self._close_pools()
                 raise
 
-    def _engine(self, io: Wrap | str | None) -> IOEngine:
+    def _engine(self, io: Wrap | str | None, device_pool: DevicePool | None) -> IOEngine:
         c = self.config
         if io == "null":
             return NullEngine(queue_depth=c.queue_depth)
         if isinstance(io, str):
             raise ConfigError(f'io="{io}" is not an engine. Leave it out, or give "null" for decisions only.')
-        from gdskv.io.posix import PosixEngine
-
-        engine: IOEngine = PosixEngine(
-            [*self.disk_pool.slabs, *self.ledger.slabs()] if self.disk_pool is not None and self.ledger else [],
-            checksums=c.checksums,
-            read_threads=c.read_threads,
-            write_threads=c.write_threads,
-            queue_depth=c.queue_depth,
-            max_extent=c.max_extent,
+        slabs, records = [], []
+        if self.disk_pool is not None and self.ledger is not None:
+            slabs, records = self.disk_pool.slabs, self.ledger.slabs()
+        engine, self.modes = open_engine(
+            c, slabs, records, [d.path for d in self.disk_pool.directories] if self.disk_pool else [], device_pool
         )
         return io(engine) if io is not None else engine
 

@@ -22,3 +22,8 @@ def kvikio() -> None:
 def test_the_kvikio_engine_keeps_the_contract(kvikio: None, tmp_path: Path, summary: list[str]) -> None:
     out = run_cases("cases_kvikio.py", tmp_path, KVIKIO_COMPAT_MODE="ON")
     summary.append(f"KvikIO engine over hostdriver: {out.strip().splitlines()[-1]}")
+
+
+def test_a_block_manager_over_kvikio_keeps_its_promises(kvikio: None, tmp_path: Path, summary: list[str]) -> None:
+    out = run_cases("cases_kvikio_store.py", tmp_path, KVIKIO_COMPAT_MODE="ON")
+    summary.append(f"BlockManager over KvikIO over hostdriver: {out.strip().splitlines()[-1]}")

@@ -153,7 +153,7 @@ def test_a_manager_with_no_device_tier_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_device_that_the_engine_cannot_reach_is_refused(tmp_path: Path) -> None:
     with pytest.raises(gdskv.ConfigError, match="host memory only"):
-        gdskv.BlockManager(config(tmp_path).model_copy(update={"device": "cuda"}), LAYOUT, NAMESPACE)
+        gdskv.BlockManager(config(tmp_path).model_copy(update={"device": "cuda", "io": "posix"}), LAYOUT, NAMESPACE)
 
 
 def test_use_after_close_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuCtxPushCurrent_v2": [_pointer],
     "cuCtxPopCurrent_v2": [_pointer],
     "cuPointerGetAttributes": [_uint, _pointer, _pointer, _pointer],
+    "cuMemAlloc_v2": [_pointer, _size],
+    "cuMemFree_v2": [_pointer],
     "cuMemHostRegister_v2": [_pointer, _size, _uint],
     "cuMemHostUnregister": [_pointer],
     "cuMemcpyAsync": [_pointer, _pointer, _size, _pointer],
@@ -82,6 +84,16 @@ class Cuda:
         kind, what = _uint(), _int(_MEMORY_TYPE)
         out = (ctypes.c_void_p * 1)(ctypes.addressof(kind))
         return self.lib.cuPointerGetAttributes(1, ctypes.byref(what), out, address) == 0 and kind.value == _DEVICE
+
+    def allocate(self, size: int) -> int:
+        """Address of device memory, in the context that is current: that of a `CopyStream` within ``with``."""
+        base = ctypes.c_uint64()
+        self.check(self.lib.cuMemAlloc_v2(ctypes.byref(base), size), "cuMemAlloc")
+        return base.value
+
+    def free(self, base: int) -> None:
+        """Give back what `allocate` gave."""
+        self.check(self.lib.cuMemFree_v2(base), "cuMemFree")
 
     def pin(self, base: int, size: int) -> bool:
         """Lock host memory for the GPU; False where the driver refuses: then copies are slower, and no less right."""

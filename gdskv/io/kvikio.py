@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import mmap
 import os
 import queue
 import threading
@@ -24,7 +25,6 @@ import numpy.typing as npt
 from gdskv.io import cuda
 from gdskv.io.base import ALIGNMENT, COPY, NO_SLAB, READ, RESULT, TRANSFER, WRITE, Results, Slab, Tags, Transfers
 from gdskv.io.posix import READ_THREADS, WRITE_THREADS, PosixEngine
-from gdskv.pools.memory import Memory
 
 __all__ = ["KvikioEngine", "errno_of"]
 
@@ -147,8 +147,8 @@ class KvikioEngine:
             max_extent=max_extent,
         )
         self._checker = PosixEngine([], queue_depth=min(pieces, 65536))
-        self._bounces = Memory(_BOUNCES, max_extent, "bounce")
-        self._pinned = driver.pin(self._bounces.base, self._bounces.bytes)
+        self._bounces = np.frombuffer(mmap.mmap(-1, _BOUNCES * max_extent, mmap.MAP_PRIVATE), np.uint8)
+        self._pinned = driver.pin(self._bounces.ctypes.data, len(self._bounces))
         self._bounce_free = list(range(_BOUNCES))
         self._copier = cuda.CopyStream(driver, 0, _BOUNCES + _COPIES)
 
@@ -264,8 +264,7 @@ class KvikioEngine:
                 file.close()
             self._copier.close()
             if self._pinned:
-                self._cuda.unpin(self._bounces.base)
-            self._bounces.close()
+                self._cuda.unpin(self._bounces.ctypes.data)
         return True
 
     # ---- taking in
@@ -413,7 +412,7 @@ class KvikioEngine:
             self._to_check.popleft()
 
     def _bounce(self, extent: _Extent) -> int:
-        return self._bounces.base + extent.bounce * self._bounces.stride
+        return self._bounces.ctypes.data + extent.bounce * self._max_extent
 
     def _cannot_check(self, extent: _Extent, error: OSError) -> None:
         """Bytes that cannot be checked are as good as not moved."""

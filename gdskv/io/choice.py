@@ -1,0 +1,106 @@
+"""Which I/O engine moves the bytes of a cache, opened for its slabs.
+
+Knows settings and engines; must not know what moves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gdskv.config import CacheConfig
+from gdskv.errors import ConfigError
+from gdskv.io.base import IOEngine, Slab
+from gdskv.io.modes import Mode, missing, probe
+
+if TYPE_CHECKING:
+    from gdskv.pools.device import DevicePool
+
+__all__ = ["open_engine", "unreachable"]
+
+log = logging.getLogger(__name__)
+
+
+def unreachable(config: CacheConfig) -> str | None:
+    """Why the engine of these settings cannot reach memory of a GPU, or None."""
+    return 'io="posix" moves host memory only' if config.io == "posix" else missing()
+
+
+def open_engine(
+    config: CacheConfig,
+    slabs: Sequence[Slab],
+    records: Sequence[Slab],
+    directories: Sequence[Path],
+    device_pool: DevicePool | None,
+) -> tuple[IOEngine, list[Mode]]:
+    """Open the engine that the settings ask for.
+
+    Parameters
+    ----------
+    slabs, records
+        Files of blocks and of their records; the engine numbers the second after the first.
+    directories
+        Where each of `slabs` lies: there the way of the bytes is probed, if KvikIO is to move them.
+    device_pool
+        The memory that is on a GPU.
+
+    Returns
+    -------
+    engine, modes
+        And for each directory how its bytes move.
+
+    Raises
+    ------
+    ConfigError
+        ``io="kvikio"`` cannot be had here, or ``require_gds`` is set and a directory is not direct.
+    """
+    gpu = config.device.startswith("cuda")
+    lacking = missing() if config.io == "kvikio" or (config.io == "auto" and gpu) else None
+    kvikio = lacking is None and (config.io == "kvikio" or (config.io == "auto" and gpu))
+    if config.io == "kvikio" and lacking is not None:
+        raise ConfigError(
+            f"io='kvikio' cannot be had: {lacking}. Install gdskv[gds-cu12] on a GPU node, or use io='auto'."
+        )
+    if kvikio:
+        modes = [probe(directory) for directory in directories]
+        for directory, mode in zip(directories, modes, strict=True):
+            if mode.name == "posix":
+                raise ConfigError(f"{directory} cannot be used with KvikIO: {mode.why}. See gdskv doctor {directory}.")
+    else:
+        why = lacking or (
+            f"io={config.io!r}" if config.io == "posix" else f"device={config.device!r} needs no GPU path"
+        )
+        modes = [Mode("posix", why)] * len(directories)
+    for directory, mode in zip(directories, modes, strict=True):
+        if config.require_gds and mode.name != "direct":
+            raise ConfigError(
+                f"require_gds=true, but {directory} is {mode.name}: {mode.why}. "
+                f"See gdskv doctor {directory}, or set require_gds=false."
+            )
+        log.log(logging.INFO if mode.name == "direct" or not gpu else logging.WARNING, "%s: %s, %s", directory, *mode)
+    if not kvikio:
+        from gdskv.io.posix import PosixEngine
+
+        return PosixEngine([*slabs, *records], **_settings(config)), modes
+    from gdskv.io.kvikio import KvikioEngine
+
+    engine = KvikioEngine(
+        slabs,
+        records=records,
+        direct=[mode.name == "direct" for mode in modes],
+        device_memory=[(device_pool.base, device_pool.bytes)] if device_pool is not None and gpu else [],
+        **_settings(config),
+    )
+    return engine, modes
+
+
+def _settings(config: CacheConfig) -> dict[str, Any]:
+    return {
+        "checksums": config.checksums,
+        "read_threads": config.read_threads,
+        "write_threads": config.write_threads,
+        "queue_depth": config.queue_depth,
+        "max_extent": config.max_extent,
+    }
