@@ -172,22 +172,26 @@ def test_a_stuck_device_holds_everything_until_it_is_released(posix, memory):
 
 
 def test_benches_move_what_they_say(posix, memory):
-    engine = RecorderEngine(posix)
+    engine, area = RecorderEngine(posix), (PAGE, SLOTS * PAGE)
     for pause in (measure.idle_pause, measure.busy_pause):
         seconds = measure.stream(
-            engine, WRITE, 0, SLOTS * PAGE, memory.base, 200 * PAGE, piece=PAGE, extent=4 * PAGE, depth=8, pause=pause
+            engine, (WRITE,), 0, area, memory.base, 200 * PAGE, piece=PAGE, extent=4 * PAGE, depth=8, pause=pause
         )
         assert seconds > 0
     assert engine.transfers["length"].sum() == 2 * 200 * PAGE
-    assert np.unique(engine.transfers["offset"]).tolist() == list(range(0, SLOTS * PAGE, PAGE))
-    taken, written = measure.latencies(posix, 0, SLOTS * PAGE, memory.base, 20, length=PAGE)
+    assert np.unique(engine.transfers["offset"]).tolist() == list(range(PAGE, 61 * PAGE, PAGE))
+    engine = RecorderEngine(posix)
+    measure.stream(engine, (READ, WRITE), 0, area, memory.base, 6 * PAGE, start=3 * PAGE, piece=PAGE, extent=PAGE)
+    assert engine.transfers["op"].tolist() == 3 * [READ, WRITE]
+    assert engine.transfers["offset"].tolist() == list(range(4 * PAGE, 10 * PAGE, PAGE))
+    taken, written = measure.latencies(posix, 0, area, memory.base, 20, length=PAGE)
     assert taken.shape == (20,) and (taken > 0).all() and written == 0
 
 
 def test_benches_do_not_hide_a_failure(posix, memory):
     engine = FaultEngine(posix, lambda transfer: Fail() if transfer["offset"] == 8 * PAGE else None)
     with pytest.raises(OSError, match="moved -5"):
-        measure.stream(engine, READ, 0, SLOTS * PAGE, memory.base, 64 * PAGE, piece=PAGE, extent=PAGE, depth=4)
+        measure.stream(engine, (READ,), 0, (0, SLOTS * PAGE), memory.base, 64 * PAGE, piece=PAGE, extent=PAGE, depth=4)
     drain(engine)
 
 

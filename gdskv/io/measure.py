@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -33,29 +34,32 @@ def busy_pause() -> None:
 
 def stream(
     engine: IOEngine,
-    op: int,
+    ops: tuple[int, ...],
     slab: int,
-    slab_bytes: int,
+    area: tuple[int, int],
     address: int,
     total: int,
     *,
+    start: int = 0,
     piece: int = 2 << 20,
     extent: int = 2 << 20,
     depth: int = 16,
     pause: Callable[[], None] = idle_pause,
 ) -> float:
-    """Read or write a slab from its start on, around and around, with `depth` extents in flight.
+    """Read or write an area of a slab, around and around, with `depth` extents in flight.
 
     Parameters
     ----------
-    op
-        READ or WRITE.
-    slab_bytes
-        Size of the slab, at least one extent.
+    ops
+        READ, WRITE, or both, which then take turns.
+    area
+        Where it begins and ends, bytes; at least one extent.
     address
         Memory of ``depth * extent`` bytes.
     total
         Bytes to move; rounded up to whole extents.
+    start
+        Bytes from the beginning of the area to the first extent.
     piece
         Bytes of a transfer. The pieces of an extent are neighbours on disk and submitted together.
     pause
@@ -73,20 +77,23 @@ def stream(
     """
     pieces = extent // piece
     batch = np.zeros(pieces, TRANSFER)
-    batch["op"], batch["slab"], batch["length"] = op, slab, piece
+    batch["slab"], batch["length"] = slab, piece
     steps = np.arange(pieces) * piece
+    turns, (first, end) = cycle(ops), area
     out = np.zeros(depth * pieces, RESULT)
     idle, left = list(range(depth)), np.zeros(depth, np.int64)
-    to_submit, to_finish, offset = -(-total // extent), -(-total // extent), 0
-    start = time.perf_counter()
+    to_submit = to_finish = -(-total // extent)
+    offset = first + start if first + start + extent <= end else first
+    begin = time.perf_counter()
     while to_finish:
         while idle and to_submit:
             lane = idle.pop()
-            batch["tag"], batch["offset"], batch["address"] = lane, offset + steps, address + lane * extent + steps
+            batch["op"], batch["tag"] = next(turns), lane
+            batch["offset"], batch["address"] = offset + steps, address + lane * extent + steps
             left[lane] = pieces
             _submit_all(engine, batch)
             to_submit -= 1
-            offset = offset + extent if offset + 2 * extent <= slab_bytes else 0
+            offset = offset + extent if offset + 2 * extent <= end else first
         n = engine.poll(out)
         if n == 0:
             pause()
@@ -97,13 +104,13 @@ def stream(
         ended = np.flatnonzero((done > 0) & (left == 0)).tolist()
         idle += ended
         to_finish -= len(ended)
-    return time.perf_counter() - start
+    return time.perf_counter() - begin
 
 
 def latencies(
     engine: IOEngine,
     slab: int,
-    slab_bytes: int,
+    area: tuple[int, int],
     address: int,
     count: int,
     *,
@@ -116,8 +123,8 @@ def latencies(
 
     Parameters
     ----------
-    slab_bytes
-        Size of the slab. With `writes`, its second half is written and its first half is read.
+    area
+        Where it begins and ends in the slab, bytes. With `writes`, its second half is written and its first is read.
     address
         Memory of ``length + writes * WRITE_BATCH`` bytes.
     gap
@@ -132,8 +139,10 @@ def latencies(
     written
         Bytes per second that were written meanwhile.
     """
-    readable = slab_bytes // 2 if writes else slab_bytes
-    places = np.random.default_rng(seed).integers(0, readable // length, count) * length
+    first, end = area
+    middle = first + (end - first) // 2 // length * length
+    readable = (middle if writes else end) - first
+    places = first + np.random.default_rng(seed).integers(0, readable // length, count) * length
     read = np.zeros(1, TRANSFER)
     read["tag"], read["op"], read["slab"], read["length"], read["address"] = -1, READ, slab, length, address
     pieces = WRITE_BATCH // length
@@ -143,7 +152,7 @@ def latencies(
     out = np.zeros(1 + writes * pieces, RESULT)
     idle, left = list(range(writes)), np.zeros(writes, np.int64)
     taken = np.zeros(count)
-    k, offset, written, reading = 0, readable, 0, False
+    k, offset, written, reading = 0, middle, 0, False
     begin = asked = time.perf_counter()
     next_read = begin
     while k < count:
@@ -153,7 +162,7 @@ def latencies(
             batch["tag"], batch["offset"], batch["address"] = lane, offset + steps, memory + steps
             left[lane] = pieces
             _submit_all(engine, batch)
-            offset = offset + WRITE_BATCH if offset + 2 * WRITE_BATCH <= slab_bytes else readable
+            offset = offset + WRITE_BATCH if offset + 2 * WRITE_BATCH <= end else middle
         if not reading and time.perf_counter() >= next_read:
             read["offset"] = places[k]
             asked = time.perf_counter()

@@ -66,7 +66,6 @@ class PosixEngine:
         self._own = np.zeros(queues.OWN_WORDS, np.int64)
         self._own[queues.OWN_FREE] = capacity
         self._own[queues.OWN_PENDING] = -1
-        self._capacity = capacity
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self._used = np.zeros(n_queues, np.int64)
         self._forming = np.zeros((n_queues, queues.GROUP_WORDS), np.int64)
@@ -75,7 +74,8 @@ class PosixEngine:
         self._state = np.zeros(capacity, np.int64)
         self._link = np.full(capacity, -1, np.int64)
         self._shared = np.zeros(queues.LINE * (n_queues + lanes + 1), np.int64)
-        self._shared[-queues.LINE + queues.FINISHED] = -1
+        self._finished = self._shared[-queues.LINE + queues.FINISHED :][:1]
+        self._finished[0] = -1
         ring = 1 << (queue_depth + int(threads.max())).bit_length()  # room for every group and for the end marks
         self._rings = np.zeros((n_queues, ring), np.int64)
         self._threads_of = threads
@@ -115,8 +115,8 @@ class PosixEngine:
 
     def poll(self, out: Results) -> int:
         own = self._own
-        if own[queues.OWN_FREE] == self._capacity:
-            return 0
+        if self._finished[0] < 0 and own[queues.OWN_PENDING] < 0 and own[queues.OWN_LOCAL] == 0:
+            return 0  # nothing is new: a look, and no call
         return queues.poll(
             out, own, self._free, self._used, self._shared, self._descriptors, self._state, self._link, self._local
         )
