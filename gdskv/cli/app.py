@@ -12,6 +12,7 @@ import typer
 from gdskv.cli.bench import app as bench
 from gdskv.cli.console import print_error
 from gdskv.cli.demo import demo
+from gdskv.cli.doctor import doctor
 from gdskv.cli.replay import replay
 from gdskv.errors import GdskvError
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog="Example: gdskv demo")(demo)
+app.command(epilog="Example: gdskv doctor /nvme0/kv")(doctor)
 app.command(epilog="Example: gdskv replay --simulate --disk-blocks 5000")(replay)
 app.add_typer(bench, name="bench")
 
