@@ -306,7 +306,8 @@ class BlockManager:
         Parameters
         ----------
         token_ids : sequence of int, optional
-            All tokens so far, beginning with the prompt's. Left out: the blocks known from `begin`.
+            The tokens computed so far, from the prompt's first: blocks that they do not fill stay unknown to others.
+            Left out: all full blocks of `begin`.
         keys : ndarray of uint64, optional
             Instead: keys of all full blocks so far.
 
@@ -329,13 +330,15 @@ class BlockManager:
         elif token_ids is not None:
             self._extend(request, token_ids)
         n = len(request.keys)
+        if keys is None and token_ids is not None:  # a chunk of the prompt: what stands behind it is not computed yet
+            n = len(token_ids) // self.layout.tokens_per_block
         if n > len(request.blocks):
             raise GdskvError(
                 f"request {request.id} has {len(request.blocks)} blocks and commits {n}. Call allocate first."
             )
         wish = self.store.resolve(request._retention, n, request._prompt_tokens)
         wish.ttl[: request._committed] = 0
-        new = self._table.commit(request.keys, request.blocks[:n], wish.priority, wish.ttl, wish.forget, wish.tenant)
+        new = self._table.commit(request.keys[:n], request.blocks[:n], wish.priority, wish.ttl, wish.forget, wish.tenant)
         if new < 0:
             raise GdskvError(
                 f"block {-1 - new} of request {request.id} holds the KV of other tokens than those committed. "

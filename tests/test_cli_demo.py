@@ -48,11 +48,12 @@ def test_answers_are_equal_and_blocks_come_from_every_tier(gdskv: Command, folde
     result = answer.json
     assert answer.code == 0
     assert result["tokens_equal"] is True
-    assert result["requests"] == len(result["rows"]) == 12
+    assert result["requests"] == len(result["rows"]) == 14
+    assert result["blocks_recovered"] >= 6 * 8, "the first process was killed, and its blocks are still there"
     assert result["wrong_blocks"] == 0
     assert min(result[f"blocks_from_{tier}"] for tier in ("device", "host", "disk")) > 0
     assert result["ttft_cold_ms"] > 0 < result["ttft_warm_ms"]
-    second = [row for row in result["rows"] if row["round"] == 2]
+    second = [row for row in result["rows"] if row["round"] > 1]
     assert all(row["device"] + row["host"] + row["disk"] == 256 for row in second)
 
 

@@ -62,6 +62,19 @@ def test_decoding_fills_and_commits_further_blocks(engine: Engine) -> None:
     assert kv.match(tokens(0, 3 * TOKENS), now=0).device == 3 * TOKENS
 
 
+def test_a_commit_of_a_part_of_the_prompt_makes_only_that_findable(engine: Engine) -> None:
+    kv = engine.kv
+    request = engine.begin(0, 4 * TOKENS, retention=gdskv.Retention(ttl=60))
+    engine.wait(request)
+    kv.device_pool.view(int(request.blocks[0]))[:BLOCK] = payload(request.keys[0])
+    kv.commit(request, tokens(0, TOKENS + 3), now=0)
+    assert kv.match(tokens(0, 4 * TOKENS), now=0).device == TOKENS
+    engine.drain()
+    assert kv.stats()["spills"] == 1
+    engine.finish(request)
+    assert kv.match(tokens(0, 4 * TOKENS), now=0).device == 4 * TOKENS
+
+
 def test_all_slots_leased_is_rejected_at_once_and_counted(engine: Engine) -> None:
     held = engine.begin(0, 6 * TOKENS)
     answer = engine.begin(1, 3 * TOKENS)

@@ -1,13 +1,15 @@
-"""``gdskv demo``: long documents asked in turn, then asked again, with a model's real KV moving through all tiers.
+"""``gdskv demo``: long documents asked in turn, a crash, and the same documents again from what the disk remembers.
 
 Reads options, runs the rounds and shows them; the engine and the cache do the rest.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -19,8 +21,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gdskv.cli import console
+from gdskv.errors import GdskvError
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from gdskv.engines.transformers import Engine, Generation
     from gdskv.layout import KVLayout
     from gdskv.manager import BlockManager
@@ -32,6 +37,25 @@ _DOCUMENT_TOKENS = 2048
 _QUESTION_TOKENS = 24
 _ANSWER_TOKENS = 8
 _SEED = 0
+_TTL_S = 3600.0
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What both processes of a demo run on."""
+
+    model: Path | None
+    dtype: str | None
+    tokens_per_block: int
+    document_tokens: int
+    directory: Path
+
+    def network(self) -> Any:
+        """The model, loaded."""
+        from gdskv.engines import models
+
+        network = models.random_llama(_SEED) if self.model is None else models.load_model(self.model)
+        return models.with_dtype(network, self.dtype) if self.dtype is not None else network
 
 
 @dataclass
@@ -62,24 +86,17 @@ def demo(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the model's own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Ask long documents in turn, then ask them again, and compare with having no cache.
+    """Ask long documents in turn, kill the process, ask them again, and compare with having no cache.
 
-    The pools are so small that the first round spills to disk. Exit code 1 if an answer differs from the one without
+    The documents are to stay for an hour, so the first round writes them to disk; the second finds them there. Exit
+    code 1 if an answer differs from the one without
     a cache, a block came back wrong, or none came back from disk.
     """
     # Read when torch loads: idle threads of its pool then sleep instead of spinning; the I/O threads need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from gdskv.engines import models
-
-    name = "random Llama" if model is None else str(model)
-    network = models.random_llama(_SEED) if model is None else models.load_model(model)
-    if dtype is not None:
-        network = models.with_dtype(network, dtype)
-    if directory is not None:
-        result = _run(network, name, directory, tokens_per_block)
-    else:
-        with TemporaryDirectory(prefix="gdskv-demo-") as temporary:
-            result = _run(network, name, Path(temporary), tokens_per_block)
+    with ExitStack() as stack:
+        place = directory or Path(stack.enter_context(TemporaryDirectory(prefix="gdskv-demo-")))
+        result = _run(_Setup(model, dtype, tokens_per_block, _DOCUMENT_TOKENS, place))
     if json:
         console.print_json(result)
     else:
@@ -91,9 +108,9 @@ def demo(
 class _Audit:
     """Remembers a checksum of every block when it is made, and compares it whenever the block is used again."""
 
-    def __init__(self, kv: BlockManager) -> None:
+    def __init__(self, kv: BlockManager, seen: dict[bytes, int]) -> None:
         self._kv = kv
-        self._seen: dict[bytes, int] = {}
+        self.seen = seen
         self.wrong = 0
 
     def __call__(self, generation: Generation) -> None:
@@ -104,41 +121,116 @@ class _Audit:
             return
         for key, slot in zip(request.keys[: generation.saved], request.blocks.tolist(), strict=False):
             checksum = zlib.crc32(self._kv.device_pool.view(slot)[: self._kv.layout.block_bytes].tobytes())
-            self.wrong += self._seen.setdefault(key.tobytes(), checksum) != checksum
+            self.wrong += self.seen.setdefault(key.tobytes(), checksum) != checksum
 
 
-def _run(network: Any, name: str, directory: Path, tokens_per_block: int) -> dict[str, Any]:
-    from gdskv.config import CacheConfig
+class _Rounds:
+    """A manager, the engine on it and one without a cache, ready to be asked."""
+
+    def __init__(self, setup: _Setup, seen: dict[bytes, int]) -> None:
+        from gdskv.config import CacheConfig
+        from gdskv.engines import models
+        from gdskv.engines.transformers import Engine
+        from gdskv.manager import BlockManager
+
+        self.network = setup.network()
+        size = setup.tokens_per_block
+        self.layout = models.layout_of(self.network, size)
+        per_request = -(-(setup.document_tokens + _QUESTION_TOKENS + _ANSWER_TOKENS) // size)
+        config = CacheConfig(
+            device_bytes=(per_request + per_request // 4 + 1) * self.layout.slot_bytes,  # one document and a bit
+            host_bytes=2 * per_request * self.layout.slot_bytes,
+            disk_bytes=2 * _DOCUMENTS * per_request * self.layout.slot_bytes,
+            directories=(setup.directory,),
+        )
+        chunk = -(-256 // size) * size
+        clock = time.monotonic
+        self.asked = _questions(self.network.config.get_text_config().vocab_size, setup.document_tokens)
+        self.plain = Engine(self.network, None, chunk_tokens=chunk)
+        self.kv = BlockManager(config, self.layout, models.namespace_of(self.network), now=clock())
+        self.audit = _Audit(self.kv, seen)
+        self.engine = Engine(self.network, self.kv, chunk_tokens=chunk, clock=clock, before_release=self.audit)
+        self.plain.generate([self.asked[0][2][:chunk]], 2)  # the first pass of a process pays for everybody
+
+    def ask(self, first: bool) -> Iterator[_Row]:
+        """Ask the questions of the first round, or of those behind the crash."""
+        for round_, document, prompt in self.asked:
+            if (round_ == 1) == first:
+                yield _ask(self.engine, self.plain, round_, document, prompt)
+        self.kv.check()
+
+    def drain(self) -> None:
+        """Wait until everything is on disk that was promised to be."""
+        while not self.kv.store.idle:
+            self.kv.poll(now=time.monotonic())
+            time.sleep(0.001)
+
+
+def _first_round(setup: _Setup, pipe: Connection) -> None:
+    """What the process does that is going to be killed."""
+    try:
+        rounds = _Rounds(setup, {})
+        for row in rounds.ask(True):
+            pipe.send(row)
+        rounds.drain()
+        pipe.send((rounds.audit.wrong, rounds.audit.seen))
+    except GdskvError as error:
+        pipe.send(error)
+    pipe.recv()  # nobody answers: here it is killed
+
+
+def _killed_round(setup: _Setup, step: Callable[[int], None]) -> tuple[list[_Row], int, dict[bytes, int]]:
+    """Run the first round in a process of its own and kill it: rows, wrong blocks, checksums of all blocks made."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other = context.Pipe()
+    child = context.Process(target=_first_round, args=(setup, other), daemon=True)
+    child.start()
+    other.close()
+    rows: list[_Row] = []
+    try:
+        while isinstance(message := pipe.recv(), _Row):
+            rows.append(message)
+            step(1)
+    except EOFError:
+        raise GdskvError("the demo's first process ended by itself. Look at what it printed above.") from None
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(message, GdskvError):
+        raise message
+    wrong, seen = message
+    return rows, wrong, seen
+
+
+def _run(setup: _Setup) -> dict[str, Any]:
     from gdskv.engines import models
-    from gdskv.engines.transformers import Engine
-    from gdskv.manager import BlockManager
 
-    layout = models.layout_of(network, tokens_per_block)
-    per_request = -(-(_DOCUMENT_TOKENS + _QUESTION_TOKENS + _ANSWER_TOKENS) // tokens_per_block)
-    config = CacheConfig(
-        device_bytes=(per_request + per_request // 4 + 1) * layout.slot_bytes,  # one document and a bit
-        host_bytes=2 * per_request * layout.slot_bytes,
-        disk_bytes=2 * _DOCUMENTS * per_request * layout.slot_bytes,
-        directories=(directory,),
-    )
-    chunk = -(-256 // tokens_per_block) * tokens_per_block
-    clock = time.monotonic
-    plain = Engine(network, None, chunk_tokens=chunk)
-    with BlockManager(config, layout, models.namespace_of(network), now=clock()) as kv:
-        audit = _Audit(kv)
-        engine = Engine(network, kv, chunk_tokens=chunk, clock=clock, before_release=audit)
-        asked = _questions(network.config.get_text_config().vocab_size)
-        plain.generate([asked[0][2][:chunk]], 2)  # the first pass of a process pays for everybody
-        with console.progress("questions", len(asked)) as step:
-            rows = [_ask(engine, plain, *question, step) for question in asked]
-        kv.check()
-        counters = kv.stats()
-        assert kv.store.disk_pool is not None
-        opened = {"sizing": str(kv.sizing), "directories": console.places(kv.store.disk_pool.directories)}
-    return _result(name, network, layout, rows, audit.wrong) | opened | {"counters": counters}
+    models.layout_of(setup.network(), setup.tokens_per_block)  # what cannot work is said before a process is started
+    questions = 2 * _DOCUMENTS + len(_AGAIN)
+    with console.progress("questions", questions) as step:
+        rows, wrong, seen = _killed_round(setup, step)
+        rounds = _Rounds(setup, seen)
+        with rounds.kv:
+            for row in rounds.ask(False):
+                rows.append(row)
+                step(1)
+            counters = rounds.kv.stats()
+            ledger, pool = rounds.kv.store.ledger, rounds.kv.store.disk_pool
+            assert ledger is not None and pool is not None
+            opened = {
+                "blocks_recovered": ledger.recovered.blocks,
+                "sizing": str(rounds.kv.sizing),
+                "directories": console.places(pool.directories),
+            }
+    name = "random Llama" if setup.model is None else str(setup.model)
+    result = _result(name, rounds.network, rounds.layout, rows, wrong + rounds.audit.wrong, setup.document_tokens)
+    return result | opened | {"counters": counters}
 
 
-def _questions(vocabulary: int) -> list[tuple[int, int, list[int]]]:
+_AGAIN = (1, 2)  # documents asked a third time: by then they are in device and host memory
+
+
+def _questions(vocabulary: int, document_tokens: int) -> list[tuple[int, int, list[int]]]:
     """Return (round, document, prompt) of each request: the latest document is the first to be asked again."""
     from random import Random
 
@@ -147,18 +239,17 @@ def _questions(vocabulary: int) -> list[tuple[int, int, list[int]]]:
     def text(tokens: int) -> list[int]:
         return [random.randrange(vocabulary) for _ in range(tokens)]
 
-    documents = [text(_DOCUMENT_TOKENS) for _ in range(_DOCUMENTS)]
+    documents = [text(document_tokens) for _ in range(_DOCUMENTS)]
     first = [(1, n, document + text(_QUESTION_TOKENS)) for n, document in enumerate(documents, 1)]
     again = [(2, n, document + text(_QUESTION_TOKENS)) for n, document in enumerate(documents, 1)]
-    return first + again[::-1]
+    return first + again[::-1] + [(3, n, documents[n - 1] + text(_QUESTION_TOKENS)) for n in _AGAIN]
 
 
-def _ask(
-    engine: Engine, plain: Engine, round_: int, document: int, prompt: list[int], step: Callable[[int], None]
-) -> _Row:
-    (cached,) = engine.generate([prompt], _ANSWER_TOKENS)
+def _ask(engine: Engine, plain: Engine, round_: int, document: int, prompt: list[int]) -> _Row:
+    from gdskv.retention import Retention
+
+    (cached,) = engine.generate([prompt], _ANSWER_TOKENS, retention=Retention(ttl=_TTL_S))
     (reference,) = plain.generate([prompt], _ANSWER_TOKENS)
-    step(1)
     return _Row(
         round_,
         document,
@@ -170,7 +261,9 @@ def _ask(
     )
 
 
-def _result(name: str, network: Any, layout: KVLayout, rows: list[_Row], wrong: int) -> dict[str, Any]:
+def _result(
+    name: str, network: Any, layout: KVLayout, rows: list[_Row], wrong: int, document_tokens: int
+) -> dict[str, Any]:
     cold = median(row.ttft_ms for row in rows if row.round == 1)
     warm = median(row.ttft_ms for row in rows if row.round == 2)
     reused = {tier: sum(getattr(row, tier) for row in rows) for tier in ("device", "host", "disk")}
@@ -180,6 +273,7 @@ def _result(name: str, network: Any, layout: KVLayout, rows: list[_Row], wrong: 
         "dtype": layout.dtype,
         "tokens_per_block": layout.tokens_per_block,
         "block_bytes": layout.block_bytes,
+        "document_tokens": document_tokens,
         "requests": len(rows),
         "tokens_equal": all(row.equal for row in rows),
         "wrong_blocks": wrong,
@@ -196,7 +290,7 @@ def _show(result: dict[str, Any]) -> None:
 
     console.out.print(
         f"{result['model']}: {result['parameters'] / 1e6:.0f} M parameters, {result['dtype']}; "
-        f"{_DOCUMENTS} documents of {_DOCUMENT_TOKENS:,} tokens; "
+        f"{_DOCUMENTS} documents of {result['document_tokens']:,} tokens; "
         f"blocks of {result['tokens_per_block']} tokens, {format_size(result['block_bytes'])}"
     )
     console.out.print(result["sizing"], markup=False)
@@ -210,9 +304,13 @@ def _show(result: dict[str, Any]) -> None:
             *(f"{row[n]:,}" for n in ("round", "document", "device", "host", "disk", "recomputed")),
             *(f"{row[n]:,.0f}" for n in ("ttft_ms", "ttft_without_ms")),
             "equal" if row["equal"] else "[bold red]different[/]",
-            end_section=row["round"] == 1 and row["document"] == _DOCUMENTS,
+            end_section=(row["round"], row["document"]) in ((1, _DOCUMENTS), (2, 1)),
         )
     console.out.print(table)
+    console.out.print(
+        f"After the first round the process was killed; the next one found {result['blocks_recovered']} blocks in the "
+        "directory."
+    )
     cold, warm = result["ttft_cold_ms"], result["ttft_warm_ms"]
     console.out.print(
         f"Asked again, a document answers after {warm:.0f} ms instead of {cold:.0f} ms ({cold / warm:.0f}x sooner): "
