@@ -306,7 +306,7 @@ class BlockManager:
         Parameters
         ----------
         token_ids : sequence of int, optional
-            The tokens computed so far, from the prompt's first: blocks that they do not fill stay unknown to others.
+            The tokens computed so far, from the first on: blocks that they do not fill stay unknown to others.
             Left out: all full blocks of `begin`.
         keys : ndarray of uint64, optional
             Instead: keys of all full blocks so far.
@@ -338,7 +338,8 @@ class BlockManager:
             )
         wish = self.store.resolve(request._retention, n, request._prompt_tokens)
         wish.ttl[: request._committed] = 0
-        new = self._table.commit(request.keys[:n], request.blocks[:n], wish.priority, wish.ttl, wish.forget, wish.tenant)
+        done, slots = request.keys[:n], request.blocks[:n]
+        new = self._table.commit(done, slots, wish.priority, wish.ttl, wish.forget, wish.tenant)
         if new < 0:
             raise GdskvError(
                 f"block {-1 - new} of request {request.id} holds the KV of other tokens than those committed. "

@@ -19,8 +19,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from gdskv.cli import console
+from gdskv.errors import ConfigError
 
-__all__ = ["Result", "interleave", "machine", "seconds", "show"]
+__all__ = ["Result", "interleave", "machine", "pyplot", "seconds", "show"]
 
 ROUNDS = 5  # of each side, at least
 
@@ -132,6 +133,24 @@ def show(title: str, results: Sequence[Result], *, json: bool, **more: Any) -> N
         f"{facts['cpu']}, {facts['usable_cores']} cores, {facts['memory_bytes'] / (1 << 30):.0f} GiB, "
         f"load {facts['load_1min']}; Python {facts['python']}, NumPy {facts['numpy']}, Numba {facts['numba']}"
     )
+
+
+def pyplot() -> Any:
+    """Matplotlib's, for drawing into files.
+
+    Raises
+    ------
+    ConfigError
+        It is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib, which is not here. Run: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _figure(value: float) -> str:

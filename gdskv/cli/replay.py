@@ -110,7 +110,7 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
     written = tally.stats["spills"] - tally.stats["failed_writes"]
     if next(iter(plan.blocks)) == "disk":
         written = tally.blocks_missing
-    bytes_read = (tally.stats["onboards_disk"] + tally.stats["prefetches"]) * plan.block_bytes
+    bytes_read = (tally.stats["matched_disk"] + tally.stats["prefetches"]) * plan.block_bytes
     if next(iter(plan.blocks)) == "disk":
         bytes_read = hits["disk"] * plan.block_bytes
     return {
