@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gdskv.directory import Directory, open_directories, records
 from gdskv.directory.directory import tenant_crc
 from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
+from gdskv.directory.verify import verify
 from gdskv.failing import Health
 from gdskv.io.base import TRANSFER, WRITE, Slab
 from gdskv.pools.disk import SLAB_HEADER, DiskPool
@@ -34,6 +37,8 @@ class Recovered(NamedTuple):
     """No longer fit, or hung on what is gone."""
     moved: int
     """Payloads copied, because the slab is smaller than it was."""
+    broken: int
+    """Payloads that are not what their records say, where all are read at open."""
     why: tuple[str, ...]
     """Per directory that came back empty or in part: which, and why."""
 
@@ -53,6 +58,8 @@ class Ledger:
         Without them, what was not closed cleanly is not believed.
     durable : bool
         "fsync": a committed spill survives a power cut.
+    verify : bool
+        Read and check all payloads at open.
     """
 
     def __init__(
@@ -65,8 +72,10 @@ class Ledger:
         wall: int,
         checksums: bool,
         durable: bool,
+        verify: bool = False,
     ) -> None:
         self._pool = pool
+        self._verify = verify
         self.directories: list[Directory] = open_directories(
             pool, fields, digest, wall, trust_unclean=checksums, sync=durable or not checksums
         )
@@ -86,7 +95,7 @@ class Ledger:
         self._sync_batch = 0
         self.failed_records = 0
         self.durable_records = 0
-        self.recovered = Recovered(0, 0, 0, 0, ())
+        self.recovered = Recovered(0, 0, 0, 0, 0, ())
 
     def slabs(self) -> list[Slab]:
         """Record files for the I/O engine, to stand behind the pool's slabs: all identities, then all states."""
@@ -111,10 +120,12 @@ class Ledger:
                 self.tenant(table, name)
         why = tuple(f"{d.recovery.path}: {d.recovery.why}" for d in self.directories if d.recovery.why)
         parts, again = [], []
-        forgotten = dropped = 0
+        forgotten = dropped = broken = 0
         moved: list[int] = []
         for index, d in enumerate(self.directories):
             blocks = d.recovery.blocks
+            if self._verify:
+                broken += self._drop_broken(index, d)
             if d.shrunk:
                 dropped += self._fit(index, d, moved)
             freed = np.empty(len(blocks), np.int32)
@@ -135,10 +146,22 @@ class Ledger:
         back = table.restore(blocks, np.argsort(np.ascontiguousarray(blocks["last"]), kind="stable"))
         gone = table.free_among(blocks["slot"]) if back < len(blocks) else np.empty(0, np.int32)
         table.record_again(np.concatenate([*again, np.array(moved, np.int32), gone]).astype(np.int32))
-        self.recovered = Recovered(back, forgotten, dropped + len(gone), len(moved), why)
+        self.recovered = Recovered(back, forgotten, dropped + len(gone), len(moved), broken, why)
         for directory in self.directories:
             directory.begin()
         self._pool.trim()
+
+    def _drop_broken(self, index: int, directory: Directory) -> int:
+        """Read all payloads; those that are not what their records say are dropped. How many."""
+        blocks = directory.recovery.blocks
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(f"verify {directory.recovery.path}", total=len(blocks))
+            fd = self._pool.slabs[index].fd
+            good = verify(fd, blocks, directory.slot_bytes, step=lambda n: bar.advance(task, n))
+        blocks["flags"][~good] = 0
+        return int((~good).sum())
 
     def _fit(self, index: int, directory: Directory, moved: list[int]) -> int:
         """The slab is smaller than it was: keep the most valuable blocks and move those that stand beyond its end into

@@ -165,6 +165,7 @@ class KVStore:
                     wall=nanoseconds(time.time() if wall is None else wall),
                     checksums=config.checksums,
                     durable=config.durability == "fsync",
+                    verify=config.verify == "all",
                 )
             if self.sizing.host_blocks and real:
                 self.host_pool = HostPool(

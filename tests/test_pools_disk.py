@@ -46,7 +46,7 @@ def open_elsewhere(folder: Path) -> subprocess.Popen[str]:
     """A process that holds a pool in `folder` until its standard input ends."""
     code = (
         "import sys; from gdskv.pools.disk import DiskPool;"
-        f"p = DiskPool([{str(folder)!r}], {MIB}, 4096, bytes(16), 0); print('open', flush=True); sys.stdin.read()"
+        f"p = DiskPool([{str(folder)!r}], {MIB}, 4096, {DIGEST!r}, 0); print('open', flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS.parent
@@ -113,8 +113,16 @@ def test_what_an_earlier_owner_holds_counts_as_free(tmp_path, monkeypatch):
     DiskPool([tmp_path], 12 * MIB, 4096, DIGEST, 0).close()
     with pytest.raises(DirectoryError, match=r"does not fit .*14.00MiB free"):
         DiskPool([tmp_path], 16 * MIB, 4096, DIGEST, 0)
-    with pytest.raises(DirectoryError, match=r"does not fit .*2MiB free.* slabs of other namespaces hold 12.00MiB"):
+
+
+def test_what_other_namespaces_hold_counts_as_used(tmp_path):
+    DiskPool([tmp_path], 10 * MIB, 4096, DIGEST, 0).close()
+    before = names(tmp_path)
+    with pytest.raises(
+        DirectoryError, match=r"disk_bytes=12MiB .* 12MiB beside the 10MiB .* gdskv inspect .* --reclaim"
+    ):
         DiskPool([tmp_path], 12 * MIB, 4096, bytes(16), 0)
+    assert names(tmp_path) == before
 
 
 def free_now(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

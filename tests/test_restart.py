@@ -162,11 +162,15 @@ def test_another_namespace_is_never_read(tmp_path: Path) -> None:
     with manager(tmp_path, disk=64) as kv:
         Engine(kv).run(0, 2 * TOKENS)
     other = gdskv.Namespace(model="test", revision="2")
+    folder = tmp_path / NAMESPACE.digest(LAYOUT).hex()
+    folder.rename(tmp_path / "elsewhere")  # both at once do not fit
     with gdskv.BlockManager(config(tmp_path, disk=64), LAYOUT, other) as kv:
         assert kv.store.ledger.recovered.blocks == 0
         assert Engine(kv).run(0, 2 * TOKENS).matched == (0, 0, 0)
+    (tmp_path / other.digest(LAYOUT).hex()).rename(folder)
     with manager(tmp_path, disk=64) as kv:
-        assert kv.store.ledger.recovered.blocks == 2
+        assert kv.store.ledger.recovered.blocks == 0
+        assert "another namespace's" in kv.store.ledger.recovered.why[0]
 
 
 def test_another_format_version_is_refused_with_the_command_that_clears_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from gdskv.cli.bench import app as bench
 from gdskv.cli.console import print_error
 from gdskv.cli.demo import demo
 from gdskv.cli.doctor import doctor
+from gdskv.cli.inspect import inspect
 from gdskv.cli.replay import replay
 from gdskv.errors import GdskvError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command(epilog="Example: gdskv demo")(demo)
 app.command(epilog="Example: gdskv doctor /nvme0/kv")(doctor)
+app.command(epilog="Example: gdskv inspect /nvme0/kv --verify")(inspect)
 app.command(epilog="Example: gdskv replay --simulate --disk-blocks 5000")(replay)
 app.add_typer(bench, name="bench")
 

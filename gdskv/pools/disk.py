@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +28,7 @@ SLAB_NAME = "blocks.slab"
 SLAB_HEADER = 4096
 """Bytes before the first slot: who the slab is, so that files that were swapped or mixed are noticed."""
 
+_NAMESPACE = re.compile("[0-9a-f]{32}")
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
@@ -103,6 +105,7 @@ class DiskPool:
                 _check_directory(path)
                 self._locks.append(DirectoryLock(path))
             files = [path / digest.hex() / SLAB_NAME for path in paths]
+            _check_others(files, self.bytes_used, disk_bytes)
             _check_space(files, shares, slot_bytes, disk_bytes, min_free)
             for lane, (path, file, share) in enumerate(zip(paths, files, shares, strict=True)):
                 self._open_slab(lane, path, file, share)
@@ -203,17 +206,34 @@ def _check_space(files: list[Path], shares: list[int], slot_bytes: int, disk_byt
         most = min(most, room // slot_bytes // len(members) * len(files) * slot_bytes)
         if sum(shares[i] for i in members) * slot_bytes > room:
             share = f"{100 * min_free:.3g}% ({format_size(kept)})" if min_free < 1 else format_size(kept)
-            refusal = refusal or f"{path}: {format_size(free)} free, {share} must stay free{_others(files, members)}"
+            refusal = refusal or f"{path}: {format_size(free)} free, {share} must stay free"
     if refusal:
         remedy = f"Lower disk_bytes to at most {format_size(most)}, or" if most else "Free some space, or lower"
         raise DirectoryError(f"disk_bytes={format_size(disk_bytes)} does not fit {refusal}. {remedy} min_free.")
 
 
-def _others(files: list[Path], members: list[int]) -> str:
-    """For a message: what slabs of other namespaces take in these directories."""
-    found = [other for i in members for other in files[i].parent.parent.glob(f"*/{SLAB_NAME}") if other != files[i]]
-    size = sum(os.stat(other).st_blocks * 512 for other in found)
-    return f", slabs of other namespaces hold {format_size(size)}" if size else ""
+def _check_others(files: list[Path], own: int, disk_bytes: int) -> None:
+    """Refuse where what other namespaces hold in these directories does not fit beside this one in `disk_bytes`."""
+    held = {path: size for file in files for path in [file.parent.parent] if (size := _others(file))}
+    if not held or own + sum(held.values()) <= disk_bytes:
+        return
+    path = next(iter(held))
+    raise DirectoryError(
+        f"disk_bytes={format_size(disk_bytes)} does not hold this namespace's {format_size(own)} beside the "
+        f"{format_size(sum(held.values()))} of other namespaces in {', '.join(map(str, held))}. Use other directories, "
+        f"or remove the one that was opened longest ago: gdskv inspect {path} --reclaim"
+    )
+
+
+def _others(file: Path) -> int:
+    """Bytes of the slots of other namespaces in a slab's directory."""
+    slabs = [folder / SLAB_NAME for folder in namespace_folders(file.parent.parent) if folder != file.parent]
+    return sum(max(0, os.stat(slab).st_size - SLAB_HEADER) for slab in slabs if slab.exists())
+
+
+def namespace_folders(directory: Path) -> list[Path]:
+    """Folders of namespaces in a directory: named by a digest of 16 bytes."""
+    return [path for path in directory.iterdir() if _NAMESPACE.fullmatch(path.name) and path.is_dir()]
 
 
 def preallocate(fd: int, size: int, path: Path, file_system: str) -> None:
