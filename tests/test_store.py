@@ -193,7 +193,7 @@ def test_a_match_is_loaded_once(bench: Bench) -> None:
     found = bench.kv.match(chain(0, 2), now=0)
     bench.kv.load(found, into=aligned(2), now=0)
     for _ in range(2):
-        with pytest.raises(gdskv.GdskvError, match="loaded or released already. Call match again"):
+        with pytest.raises(gdskv.GdskvError, match=r"loaded or released already. Call match again"):
             bench.kv.load(found, into=aligned(2), now=0)
     bench.kv.release(found)
     bench.finished()
