@@ -147,18 +147,6 @@ def test_w3_what_another_block_took_the_place_of_is_not_loaded(tmp_path: Path) -
         b.settled()
 
 
-def test_w4_after_a_restart_under_other_settings_the_cache_is_cold(tmp_path: Path) -> None:
-    with gdskv.BlockManager(config(tmp_path), LAYOUT, NAMESPACE) as kv:
-        Engine(kv).run(0, 4 * TOKENS)
-    other = gdskv.Namespace(model="test", revision="another")
-    with gdskv.BlockManager(config(tmp_path), LAYOUT, other) as kv:
-        engine = Engine(kv)
-        assert engine.run(0, 4 * TOKENS).matched == (0, 0, 0)
-    with gdskv.BlockManager(config(tmp_path), LAYOUT, NAMESPACE) as kv:
-        engine = Engine(kv)
-        assert engine.run(0, 4 * TOKENS).matched.disk == 4 * TOKENS, "the same settings find it again"
-
-
 def test_w5_whatever_shapes_bytes_is_in_the_namespace() -> None:
     plain = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": "float16", "tokens_per_block": 16}
     layouts = [
@@ -186,23 +174,6 @@ def test_w5_whatever_shapes_bytes_is_in_the_namespace() -> None:
     ]
     digests = {gdskv.Namespace(model="m", **n).digest(layout) for n in names for layout in layouts}
     assert len(digests) == len(names) * len(layouts)
-
-
-def test_w6_ranks_have_files_and_keys_of_their_own(tmp_path: Path) -> None:
-    folders = [tmp_path / str(rank) for rank in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    ranks = [gdskv.Namespace(model="test", tp=2, rank=rank) for rank in range(2)]
-    with gdskv.BlockManager(config(folders[0]), LAYOUT, ranks[0]) as kv:
-        Engine(kv).run(0, 4 * TOKENS)
-        with pytest.raises(gdskv.DirectoryBusy):
-            gdskv.BlockManager(config(folders[0]), LAYOUT, ranks[1])
-        with gdskv.BlockManager(config(folders[1]), LAYOUT, ranks[1]) as other:
-            Engine(other).run(0, 4 * TOKENS)
-    with gdskv.BlockManager(config(folders[0]), LAYOUT, ranks[1]) as kv:
-        assert kv.match(tokens(0, 4 * TOKENS), now=0) == (0, 0, 0), "one rank's folder handed to another"
-    with gdskv.BlockManager(config(folders[0]), LAYOUT, ranks[0]) as kv:
-        assert Engine(kv).run(0, 4 * TOKENS).matched.disk == 4 * TOKENS
 
 
 @pytest.mark.parametrize(("host", "op"), [(0, WRITE), (8, COPY)], ids=["to disk", "to host"])
