@@ -228,7 +228,7 @@ PLAYED: Counter[str] = Counter()
 def test_table_and_twin_agree_over_random_calls(summary: list[str], pytestconfig: pytest.Config) -> None:
     minutes = pytestconfig.getoption("soak")
     play = settings(
-        max_examples=int(minutes * SEQUENCES) or SEQUENCES,
+        max_examples=max(SEQUENCES, int(minutes * SEQUENCES)),
         derandomize=not minutes,  # the same sequences each time, but for a soak
         deadline=None,
         suppress_health_check=list(HealthCheck),
