@@ -39,6 +39,7 @@ class Request:
         self.keys = keys
         self.parts = [(table, twin)]
         self.matched = twin.matched
+        self.given_up: set[int] = set()
         self.filled: set[int] = set()  # slots that hold what the holder has found or put there
 
     @property
@@ -74,6 +75,7 @@ class Pair:
         self.busy_reads: dict[int, int] = {}  # transfers under way per slot
         self.busy_writes: set[int] = set()
         self.exclusive = device > 0
+        self.late: list[tuple[Any, Begun]] = []
         self.faults = False
         self.calls = 0
 
@@ -115,11 +117,48 @@ class Pair:
         for i, slot in enumerate(request.slots):
             if slot.number not in request.filled:
                 request.filled.add(slot.number)
-                if i < request.matched and i not in lost:
+                if i < request.matched and i not in lost and i not in request.given_up:
                     assert self.holds[slot.number] == request.keys[i], "a matched block holds other bytes"
                 else:
                     self.fill(slot, request.keys[i] if i < len(request.keys) else RUBBISH)
         return True
+
+    def give_up(self, request: Request) -> int:
+        """Blocks that have not landed get other slots, to be computed in; how many. The old are kept till then."""
+        ours, theirs = request.parts[0]
+        waiting = self.table.waiting(ours).tolist()
+        other = self.begin([], len(waiting))
+        if other is None or not waiting:
+            return 0
+        late = self.table.abandon(ours)
+        assert late.tolist() == self.twin.abandon(theirs) == waiting
+        mine, its = other.parts[0]
+        self.late.append(
+            (
+                ours._replace(slots=ours.slots[late], need_w=ours.need_w[late], need_r=ours.need_r[late]),
+                Begun(0, [], *([column[i] for i in waiting] for column in theirs[2:])),
+            )
+        )
+        for i, j in enumerate(waiting):
+            ours.slots[j], ours.need_w[j], ours.need_r[j] = mine.slots[i], mine.need_w[i], mine.need_r[i]
+            theirs.slots[j], theirs.waits[j], theirs.arrivals[j] = its.slots[i], its.waits[i], its.arrivals[i]
+        request.given_up.update(waiting)
+        self.faults = True
+        self.agree()
+        return len(waiting)
+
+    def let_late_ones_go(self) -> None:
+        """Slots of blocks that came too late are free once these have landed."""
+        waiting, self.late = self.late, []
+        for ours, theirs in waiting:
+            landed = self.table.landed(ours, 0)
+            assert landed == self.twin.landed(theirs)
+            if landed < len(theirs.slots):
+                self.late.append((ours, theirs))
+            else:
+                self.table.release(ours.slots)
+                self.twin.release(theirs.slots)
+                self.agree()
 
     def fill(self, slot: Slot, key: int) -> None:
         """The holder of a slot writes into it."""

@@ -71,13 +71,10 @@ class Player:
         self.requests: list[Request] = []
         self.found: list[Any] = []
         self.tickets = 0
-        calls = {0: self.begin, 1: self.begin, 2: self.finish, 3: self.finish, 4: self.abandon, 5: self.grow}
-        store = {0: self.store, 1: self.store, 2: self.find, 3: self.load, 4: self.leave, 5: self.cancel}
-        self.calls: dict[int, Callable[[Numbers], str]] = {
-            **(calls if device else store),
-            **{6: self.prefetch, 7: self.launch, 8: self.launch, 9: self.complete, 10: self.complete},
-            **{11: self.complete, 12: self.complete, 13: self.wait},
-        }
+        engine = (self.begin, self.begin, self.finish, self.finish, self.abandon, self.grow, self.give_up)
+        owner = (self.store, self.store, self.find, self.load, self.leave, self.cancel, self.cancel)
+        both = (self.prefetch, self.launch, self.launch, *[self.complete] * 4, self.wait)
+        self.calls: tuple[Callable[[Numbers], str], ...] = (*(engine if device else owner), *both)
 
     def play(self, call: int) -> str:
         n = Numbers(call)
@@ -127,6 +124,13 @@ class Player:
         for _ in range(1 + n.below(2)):
             keys.append(child_of((request.keys + keys)[-1], n.below(2)))
         return f"grow {request.keys} by {keys}: {self.pair.grow(request, keys)}"
+
+    def give_up(self, n: Numbers) -> str:
+        self.pair.let_late_ones_go()
+        if not self.requests or n.below(2):
+            return "no giving up"
+        request = self.requests[n.below(len(self.requests))]
+        return f"give up {request.keys}: {self.pair.give_up(request)}"
 
     # ---- the owner of a device pool
 
@@ -202,6 +206,7 @@ class Player:
             pair.launch(4096)
             for x in list(pair.twin.launched):
                 pair.complete(x)
+        pair.let_late_ones_go()
         counted = pair.table.counters()
         for tier in ("device", "host", "disk"):
             assert counted[f"{tier}_leased"] == 0

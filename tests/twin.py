@@ -691,6 +691,17 @@ class Twin:
     def lost(self, begun: Begun) -> list[int]:
         return [i for i, x in enumerate(begun.arrivals[: begun.matched]) if x and begun.slots[i].failed is x]
 
+    def abandon(self, begun: Begun) -> list[int]:
+        """What has not landed is not waited for: nobody finds it there, nor on disk for a while."""
+        late = [i for i, waits in enumerate(begun.waits) if not all(x.over for x in waits)]
+        for slot in (begun.slots[i] for i in late):
+            block, write = slot.block, newest_write(slot)
+            if block and write and not write.over:
+                if DISK in block.at:
+                    block.at[DISK].retry_at = self.now + self.retry_ns
+                self.detach(block, DEVICE)
+        return late
+
     def admit(self, keys: list[int], ttl: list[int], tenant: int) -> list[int]:
         """Cut the deadlines to the budget: from the first block on, as far as it reaches."""
         charged = [b.retained_for for b in self.blocks.values() if b.retained_for is not None]
