@@ -146,6 +146,26 @@ def test_a_lost_directory_costs_only_its_blocks(tmp_path: Path) -> None:
         assert came > 0
 
 
+def test_a_read_that_fails_once_is_not_noticed(tmp_path: Path) -> None:
+    """R10 of the cases: it is retried before it is a miss."""
+    seen: set[tuple[int, int]] = set()
+
+    def rule(transfer: np.void) -> Fail | None:
+        place = (int(transfer["slab"]), int(transfer["offset"]))
+        if transfer["op"] != READ or place in seen:
+            return None
+        seen.add(place)
+        return Fail(errno.EIO)
+
+    engine = manager(tmp_path, rule)
+    with engine.kv:
+        for doc in [*range(5), *range(5)]:
+            assert len(engine.run(doc, 8 * TOKENS).failed) == 0
+        stats = engine.kv.stats()
+        assert stats["reads_again"] == len(seen) > 0
+        assert stats["failed_reads"] == stats["transient_errors"] == 0
+
+
 def test_a_transient_read_error_is_a_miss_once_and_the_block_stays(tmp_path: Path) -> None:
     """R10 of the cases: one transient read error does not delete a good block."""
     rule = Broken(directories=1, op=READ)

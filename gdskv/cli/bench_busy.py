@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from gdskv.cli import benchlib, console
-from gdskv.cli.bench_io import DEPTH, EXTENT, LONG_S, ROUNDS, compared, opened
+from gdskv.cli.bench_io import ROUNDS, opened
+from gdskv.cli.benchlib import Result
 
 __all__ = ["busy"]
+
+BLOCK = 1 << 20
+BLOCKS = 256  # in flight at once
 
 
 def busy(
@@ -25,22 +30,28 @@ def busy(
     size_gib: Annotated[float, typer.Option(min=0.1, help="Size of the file, GiB.")] = 2.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure reads and writes of 2 MiB while Python code runs between polls, beside the same with sleeps there.
+    """Measure how long 256 transfers of 1 MiB take while Python code runs between polls, and while the caller sleeps.
 
-    The ratio is the busy bandwidth as a share of the idle one, the median of the rounds'; nothing is left behind.
+    In turn; the ratio is the median of the rounds'. Nothing is left behind.
     """
     from gdskv.io.base import READ, WRITE
-    from gdskv.io.measure import busy_pause, idle_pause
+    from gdskv.io.measure import busy_pause, idle_pause, stream
 
-    size = int(size_gib * (1 << 30)) // EXTENT * EXTENT
+    blocks = min(BLOCKS, int(size_gib * (1 << 30)) // BLOCK)
     results = []
     with (
         TemporaryDirectory(prefix="gdskv-bench-", dir=directory) as folder,
         console.progress("bench busy", 2 + 2 * ROUNDS) as step,
-        opened(Path(folder), size, EXTENT, step) as bench,
+        opened(Path(folder), int(size_gib * (1 << 30)) // BLOCK * BLOCK, BLOCK * blocks // 16, step) as bench,
     ):
         for name, op in (("read", READ), ("write", WRITE)):
-            run = partial(bench.run, (op,), EXTENT, DEPTH, LONG_S)
-            ours, theirs = bench.beside(partial(run, pause=busy_pause), partial(run, pause=idle_pause))
-            results.append(compared(f"{name} 2MiB qd16 busy", ours, theirs, "idle"))
-    benchlib.show("busy", results, json=json, rounds=ROUNDS)
+            run = partial(stream, bench.engine, (op,), 0, bench.area, bench.memory, blocks * BLOCK)
+            run = partial(run, piece=BLOCK, extent=BLOCK, depth=blocks)
+            times: list[tuple[float, float]] = []
+            for _ in range(ROUNDS):
+                times.append((run(pause=busy_pause) * 1e3, run(pause=idle_pause) * 1e3))
+                step(1)
+            beside, alone = (median(side) for side in zip(*times, strict=True))
+            share = median(idle / busy for busy, idle in times)
+            results.append(Result(f"{name} 1MiB busy", beside, "ms", alone, "calling thread idle", share))
+    benchlib.show("busy", results, json=json, rounds=ROUNDS, transfers=blocks)

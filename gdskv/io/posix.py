@@ -5,6 +5,8 @@ Fulfils :mod:`gdskv.io.base`; must not know blocks, tiers or policy.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 import weakref
@@ -21,6 +23,9 @@ __all__ = ["READ_THREADS", "WRITE_THREADS", "PosixEngine", "drain"]
 
 READ_THREADS = 8
 WRITE_THREADS = 6
+NICE = 10
+"""Of threads that write and copy. They compute for milliseconds without a pause, and where processors are few the
+calling thread would be in a call as long: on two cores 5.9 ms instead of 2.2 at the 99th percentile of `begin`."""
 
 
 class PosixEngine:
@@ -166,7 +171,8 @@ class PosixEngine:
         return queues.cancel(tags, everything, self._own, self._descriptors, self._state, self._local)
 
     def _start(self, kind: int, queue: int, checksums: bool) -> None:
-        target = self._worker(kind, queue, self._counts[len(self._threads)], checksums)
+        run = self._worker(kind, queue, self._counts[len(self._threads)], checksums)
+        target = run if kind == READ else partial(_behind_others, run)
         thread = threading.Thread(target=target, name=f"gdskv-io-{queue}", daemon=True)
         self._kinds.append(kind)
         self._threads.append(thread)
@@ -209,6 +215,14 @@ class PosixEngine:
             self._link,
             self._local,
         )
+
+
+def _behind_others(run: Callable[[], None]) -> None:
+    """Run in this thread, with a lower priority if it has not got one; on Linux that is a thread's own."""
+    with contextlib.suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
+            os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    run()
 
 
 def _let_go(
