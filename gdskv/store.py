@@ -5,6 +5,7 @@ Ties the table, the pools and the I/O engine together. Never waits for a device 
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from gdskv import extents
 from gdskv.config import CacheConfig, Sizing
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
-from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
+from gdskv.io.base import ALIGNMENT, READ, RESULT, IOEngine
 from gdskv.io.choice import open_engine
 from gdskv.io.modes import Mode
 from gdskv.io.null import NullEngine
@@ -27,7 +28,7 @@ from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
 from gdskv.retention import Retention
-from gdskv.table import DEVICE, DISK, HOST, BlockTable
+from gdskv.table import DEVICE, DISK, HOST, BlockTable, warm
 from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER, NONE
 
 __all__ = ["Done", "Found", "KVStore", "Rejected", "Ticket", "nanoseconds"]
@@ -177,6 +178,7 @@ class KVStore:
                 self.ledger.abandon()
             self._close_pools()
             raise
+        warm(RESULT)
         self.table = BlockTable(
             device_blocks,
             self.sizing.host_blocks,
@@ -217,6 +219,8 @@ class KVStore:
         self._next_found = 0
         self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
         self._staged = 0
+        self._again: set[int] = set()  # reads that failed once and are with the device again
+        self._read_again = 0
         self._open = True
         self.table.advance(nanoseconds(now))
         if self.ledger is not None:
@@ -384,6 +388,7 @@ class KVStore:
         out = self.table.counters()
         out.update({f"io_{k}": v for k, v in self.io.counters().items()})
         out["staged"] = self._staged
+        out["reads_again"] = self._read_again
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
             states = self.ledger.health.states
@@ -522,22 +527,13 @@ class KVStore:
                 if records.any():
                     self.ledger.finish(table, results[records])
                     results = results[~records]
+            results = self._once_more(results)
             self._report(table.complete(results, len(results), self._lengths))
         if table.deferred:
             n, never = table.launch(ROUND, self._ids)
             self._report(never)
             if n:
-                split = extents.describe(
-                    self._ids,
-                    n,
-                    table.arrays.x,
-                    extents.OPS,
-                    self._lengths,
-                    self._pools,
-                    self._slabs,
-                    table.base(DISK),
-                    self._batch,
-                )
+                split = self._describe(self._ids, n, self._batch)
                 for i, part in enumerate((self._batch[:split], self._batch[split:n])):
                     if len(part):
                         self._backlog[i] = np.concatenate([self._backlog[i], part])
@@ -556,6 +552,40 @@ class KVStore:
             for ticket in late:
                 self._pending[ticket.id] = self._pending[ticket.id]._replace(late=table.now + self.timeout)
                 self.cancel(ticket)
+
+    def _describe(self, ids: NDArray[np.int32], n: int, out: NDArray[Any]) -> int:
+        """Say in `out` what the engine is to do for `n` transfers; where the writes begin."""
+        table = self.table
+        split: int = extents.describe(
+            ids,
+            n,
+            table.arrays.x,
+            extents.OPS,
+            self._lengths,
+            self._pools,
+            self._slabs,
+            table.base(DISK),
+            out,
+        )
+        return split
+
+    def _once_more(self, results: NDArray[Any]) -> NDArray[Any]:
+        """Reads that failed go to the device once more before anybody is told; what is left of `results`."""
+        tags, moved = results["tag"], results["moved"]
+        if not len(results) or (not self._again and int(moved.min()) >= self.layout.slot_bytes):
+            return results
+        kinds = self.table.arrays.x["kind"][tags]
+        failed = (extents.OPS[kinds] == READ) & (moved != self._lengths[kinds]) & (moved != -errno.ECANCELED)
+        again = [tag for tag in tags[failed].tolist() if tag not in self._again]
+        self._again.difference_update(tags.tolist())
+        if not again:
+            return results
+        self._again.update(again)
+        self._read_again += len(again)
+        reads = extents.room(len(again))
+        self._describe(np.array(again, np.int32), len(again), reads)
+        self._backlog[0] = np.concatenate([self._backlog[0], reads])
+        return results[~np.isin(tags, again)]
 
     def _report(self, failed: NDArray[np.int64]) -> None:
         for ticket, index in failed.tolist():
