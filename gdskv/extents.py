@@ -5,13 +5,10 @@ Knows the table's transfer records and the engine's; decides nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from gdskv._jit import jit
-from gdskv.io.base import COPY, NO_SLAB, READ, TRANSFER, WRITE
+from gdskv.io.base import COPY, NO_SLAB, READ, WRITE
 from gdskv.pools.disk import SLAB_HEADER
 from gdskv.table.state import (
     CALLER_TO_DISK,
@@ -50,41 +47,34 @@ def describe(
     pools: np.ndarray,
     slabs: np.ndarray,
     first: int,
-    out: np.ndarray,
+    others: np.ndarray,
+    writes: np.ndarray,
 ) -> int:
-    """Describe `n` transfers in `out`, all that are not writes before all writes; returns where the writes begin.
+    """Describe `n` transfers: writes in `writes`, the others in `others`; returns how many are not writes.
 
     `pools`: [device, host] rows of first slot, base address, stride. `slabs`: first disk slot of each slab, and the
     end. `first`: number of the first disk slot among all slots."""
-    at = 0
     split = 0
-    for writes in range(2):
-        for i in range(n):
-            r = records[ids[i]]
-            op = ops[r.kind]
-            if (op == WRITE) != (writes == 1):
-                continue
-            o = out[at]
-            at += 1
-            o.tag, o.op, o.length = ids[i], op, lengths[r.kind]
-            o.slab, o.offset, o.target = NO_SLAB, 0, np.uint64(0)
-            if op == COPY:
-                o.address = _memory(r.src, pools) if r.src >= 0 else r.address
-                o.target = _memory(r.dst, pools) if r.dst >= 0 else r.address
-                continue
-            disk, memory = (r.dst, r.src) if op == WRITE else (r.src, r.dst)
-            k = disk - first
-            slab = 0
-            while k >= slabs[slab + 1]:
-                slab += 1
-            o.slab = slab
-            o.offset = SLAB_HEADER + (k - slabs[slab]) * lengths[r.kind]
-            o.address = _memory(memory, pools) if memory >= 0 else r.address
-        if writes == 0:
-            split = at
+    for i in range(n):
+        r = records[ids[i]]
+        op = ops[r.kind]
+        if op == WRITE:
+            o = writes[i - split]
+        else:
+            o = others[split]
+            split += 1
+        o.tag, o.op, o.length = ids[i], op, lengths[r.kind]
+        o.slab, o.offset, o.target = NO_SLAB, 0, np.uint64(0)
+        if op == COPY:
+            o.address = _memory(r.src, pools) if r.src >= 0 else r.address
+            o.target = _memory(r.dst, pools) if r.dst >= 0 else r.address
+            continue
+        disk, memory = (r.dst, r.src) if op == WRITE else (r.src, r.dst)
+        k = disk - first
+        slab = 0
+        while k >= slabs[slab + 1]:
+            slab += 1
+        o.slab = slab
+        o.offset = SLAB_HEADER + (k - slabs[slab]) * lengths[r.kind]
+        o.address = _memory(memory, pools) if memory >= 0 else r.address
     return split
-
-
-def room(n: int) -> NDArray[Any]:
-    """An array for `n` transfers, dtype TRANSFER."""
-    return np.zeros(n, TRANSFER)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from gdskv._jit import jit
 from gdskv.directory import Directory, open_directories, records
 from gdskv.directory.directory import tenant_crc
 from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
@@ -25,6 +26,31 @@ from gdskv.table import CHANGE, BlockTable
 
 ROUND = 512  # records brought up to date per call
 FILL = 1
+
+
+@jit
+def _landed(
+    at: np.ndarray, moved: np.ndarray, pending: np.ndarray, failed: np.ndarray, done: np.ndarray
+) -> tuple[int, int, int]:
+    """Results of records: twice the slot, plus one for a state, and bytes. Slots none of whose records is under way any
+    more go to `done`: those that are written to its head, the others to its end. How many of each, and of failures."""
+    good, lost, failures = 0, 0, 0
+    for i in range(len(at)):
+        slot = at[i] >> 1
+        if moved[i] != (32 if at[i] & 1 else 64):
+            failures += 1
+            failed[slot] = True
+        pending[slot] -= 1
+        if pending[slot] != 0:
+            continue
+        if failed[slot]:
+            failed[slot] = False
+            lost += 1
+            done[len(done) - lost] = slot
+        else:
+            done[good] = slot
+            good += 1
+    return good, lost, failures
 
 
 class Recovered(NamedTuple):
@@ -202,7 +228,7 @@ class Ledger:
         out = []
         n = table.changes(self._changes) if table.unremembered else 0
         if n:
-            changes = np.sort(self._changes[:n], order="slot")
+            changes = self._changes[np.argsort(self._changes["slot"][:n])]  # neighbours move as one
             if self.health.any_closed:
                 closed = self.health.closed(changes["slot"])
                 self._hold(table, changes["slot"][closed])
@@ -253,22 +279,17 @@ class Ledger:
             elif not self._syncing:
                 self.durable_records += self._sync_batch
             at, results = at[~syncs], results[~syncs]
-        slots = at >> 1
-        lengths = np.where(at & 1, 32, 64)
-        failed = results["moved"] != lengths
-        self.failed_records += int(failed.sum())
-        self._failed[slots[failed]] = True
-        np.subtract.at(self._pending, slots, 1)
-        done = np.unique(slots[self._pending[slots] == 0])
-        failed = self._failed[done]
-        good, lost = done[~failed], done[failed]
-        self._failed[lost] = False
-        closed = self.health.closed(lost)
-        self._hold(table, lost[closed])
-        for slot in lost[~closed].tolist():
-            table.written(slot, 3, False)
-        table.all_written(good.astype(np.int32))
-        self._unsynced += len(good)
+        done = np.empty(len(at), np.int32)
+        good, lost, failed = _landed(at, results["moved"], self._pending, self._failed, done)
+        self.failed_records += failed
+        if lost:
+            slots = done[len(done) - lost :]
+            closed = self.health.closed(slots)
+            self._hold(table, slots[closed])
+            for slot in slots[~closed].tolist():
+                table.written(slot, 3, False)
+        table.all_written(done[:good])
+        self._unsynced += good
 
     def _hold(self, table: BlockTable, slots: NDArray[Any]) -> None:
         self._behind[slots] = True

@@ -195,7 +195,7 @@ class BlockManager:
         request = Request(self._next, keys, begun, size, tokens, root)
         request._retention, request._content = retention, content
         request._late = self._table.now + self.store.timeout
-        self.store._pump()
+        self.store._start()
         return request
 
     def match(
@@ -246,7 +246,7 @@ class BlockManager:
         )
         request.ready = False
         request._late = self._table.now + self.store.timeout
-        self.store._pump()
+        self.store._start()
         return None
 
     def is_ready(self, request: Request) -> bool:
@@ -346,7 +346,7 @@ class BlockManager:
                 "Commit the tokens that the request began with."
             )
         request._committed = n
-        self.store._pump()
+        self.store._start()
         return new
 
     def _extend(self, request: Request, token_ids: TokenIds) -> None:
@@ -365,7 +365,6 @@ class BlockManager:
         request.released = True
         self.store._begin_call(now)
         self._table.release(request.blocks)
-        self.store._pump()
 
     def cancel(self, request: Request, *, now: float) -> None:
         """Give a request up at any point. Transfers under way land before their slots are used again."""

@@ -5,7 +5,6 @@ Ties the table, the pools and the I/O engine together. Never waits for a device 
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from gdskv import extents
 from gdskv.config import CacheConfig, Sizing
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
-from gdskv.io.base import ALIGNMENT, READ, RESULT, IOEngine
+from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
 from gdskv.io.choice import open_engine
 from gdskv.io.modes import Mode
 from gdskv.io.null import NullEngine
@@ -27,6 +26,7 @@ from gdskv.ledger import Ledger
 from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
+from gdskv.pump import ROUND, Pump
 from gdskv.retention import Retention
 from gdskv.table import DEVICE, DISK, HOST, BlockTable, warm
 from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER, NONE
@@ -35,7 +35,6 @@ __all__ = ["Done", "Found", "KVStore", "Rejected", "Ticket", "nanoseconds"]
 
 Keys = NDArray[np.uint64]
 Wrap = Callable[[IOEngine], IOEngine]
-ROUND = 1024  # transfers taken in, and handed out, per poll
 
 
 class Rejected(NamedTuple):
@@ -195,22 +194,16 @@ class KVStore:
             ),
             tenant_limit=int(config.tenant_fraction * budget),
         )
-        self._lengths = np.full(extents.KINDS, layout.slot_bytes, np.int64)
-        self._lengths[[HOST_TO_CALLER, CALLER_TO_HOST]] = layout.block_bytes
-        self._pools = np.zeros((2, 3), np.int64)
+        lengths = np.full(extents.KINDS, layout.slot_bytes, np.int64)
+        lengths[[HOST_TO_CALLER, CALLER_TO_HOST]] = layout.block_bytes
+        pools = np.zeros((2, 3), np.int64)
         for row, pool, tier in ((0, device_pool, DEVICE), (1, self.host_pool, HOST)):
-            self._pools[row] = (
-                self.table.base(tier),
-                pool.base if pool is not None else 0,
-                pool.stride if pool is not None else 0,
-            )
+            pools[row, 0] = self.table.base(tier)
+            if pool is not None:
+                pools[row, 1:] = pool.base, pool.stride
         firsts = self.disk_pool.first_slot if self.disk_pool is not None else [0]
-        self._slabs = np.array([*firsts, max(disk_blocks, 1)], np.int64)
-        self._ids = np.empty(ROUND, np.int32)
-        self._batch = extents.room(ROUND)
-        self._results = np.zeros(ROUND, RESULT)
-        # Described and not yet accepted by the engine: reads and copies, and writes, which must not hold those back.
-        self._backlog = [extents.room(0), extents.room(0)]
+        slabs = np.array([*firsts, max(disk_blocks, 1)], np.int64)
+        self._moving = Pump(self.table, self.io, self.ledger, lengths, pools, slabs)
         self._pending: dict[int, _Pending] = {}
         self._done: list[Done] = []
         self._next_ticket = 0
@@ -219,8 +212,6 @@ class KVStore:
         self._next_found = 0
         self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
         self._staged = 0
-        self._again: set[int] = set()  # reads that failed once and are with the device again
-        self._read_again = 0
         self._open = True
         self.table.advance(nanoseconds(now))
         if self.ledger is not None:
@@ -314,7 +305,7 @@ class KVStore:
         if gone is None:
             return Rejected("transfers are in flight", self.table.transfers, self.table.launched + self.table.deferred)
         self._await(ticket, found.length - len(gone), gone.tolist())
-        self._pump()
+        self._start()
         return ticket
 
     def _load_staged(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
@@ -359,7 +350,7 @@ class KVStore:
         cached, moving = self.table.store(keys, addresses, wish.priority, wish.ttl, wish.forget, ident, wish.tenant)
         ticket = Ticket(ident, cached)
         self._await(ticket, moving, [])
-        self._pump()
+        self._start()
         self._keep(ticket, source)
         return ticket
 
@@ -367,7 +358,7 @@ class KVStore:
         """Bring blocks that are on disk alone to host, at most a quarter of it; how many are on their way."""
         self._begin_call(now)
         n = self.table.prefetch(as_keys(keys), max(1, self.table.capacity(HOST) // 4))
-        self._pump()
+        self._start()
         return n
 
     def poll(self, *, now: float) -> list[Done]:
@@ -388,7 +379,7 @@ class KVStore:
         out = self.table.counters()
         out.update({f"io_{k}": v for k, v in self.io.counters().items()})
         out["staged"] = self._staged
-        out["reads_again"] = self._read_again
+        out["reads_again"] = self._moving.reads_again
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
             states = self.ledger.health.states
@@ -515,81 +506,26 @@ class KVStore:
     def _aligned(self, addresses: NDArray[np.uint64]) -> bool:
         return self.layout.block_bytes == self.layout.slot_bytes and not (addresses % np.uint64(ALIGNMENT)).any()
 
+    def _start(self) -> None:
+        """Let what was planned begin; the rest of it follows in `poll`."""
+        self._moving.start()
+        self._report()
+
     def _pump(self) -> None:
-        """One bounded round: results in, dependants out, one submit."""
-        table = self.table
-        n = self.io.poll(self._results)
-        if n:
-            results = self._results[:n]
-            if self.ledger is not None:
-                self.ledger.health.see(table, results)
-                records = results["tag"] >= table.transfers
-                if records.any():
-                    self.ledger.finish(table, results[records])
-                    results = results[~records]
-            results = self._once_more(results)
-            self._report(table.complete(results, len(results), self._lengths))
-        if table.deferred:
-            n, never = table.launch(ROUND, self._ids)
-            self._report(never)
-            if n:
-                split = self._describe(self._ids, n, self._batch)
-                for i, part in enumerate((self._batch[:split], self._batch[split:n])):
-                    if len(part):
-                        self._backlog[i] = np.concatenate([self._backlog[i], part])
-        if self.ledger is not None and self.ledger.health.tick(table):
-            self.ledger.catch_up(table)
-        if self.ledger is not None and len(self._backlog[1]) < ROUND:
-            records = self.ledger.collect(table, int(table.now))
-            if len(records):
-                self._backlog[1] = np.concatenate([self._backlog[1], records])
-        for i in (0, 1):
-            if len(self._backlog[i]):
-                self._backlog[i] = self._backlog[i][self.io.submit(self._backlog[i]) :]
+        """Bounded rounds: results in, dependants out."""
+        self._moving.run()
+        self._report()
         if self._pending:
             self._settle()
-            late = [p.ticket for p in self._pending.values() if p.late <= table.now]
+            late = [p.ticket for p in self._pending.values() if p.late <= self.table.now]
             for ticket in late:
-                self._pending[ticket.id] = self._pending[ticket.id]._replace(late=table.now + self.timeout)
+                self._pending[ticket.id] = self._pending[ticket.id]._replace(late=self.table.now + self.timeout)
                 self.cancel(ticket)
 
-    def _describe(self, ids: NDArray[np.int32], n: int, out: NDArray[Any]) -> int:
-        """Say in `out` what the engine is to do for `n` transfers; where the writes begin."""
-        table = self.table
-        split: int = extents.describe(
-            ids,
-            n,
-            table.arrays.x,
-            extents.OPS,
-            self._lengths,
-            self._pools,
-            self._slabs,
-            table.base(DISK),
-            out,
-        )
-        return split
-
-    def _once_more(self, results: NDArray[Any]) -> NDArray[Any]:
-        """Reads that failed go to the device once more before anybody is told; what is left of `results`."""
-        tags, moved = results["tag"], results["moved"]
-        if not len(results) or (not self._again and int(moved.min()) >= self.layout.slot_bytes):
-            return results
-        kinds = self.table.arrays.x["kind"][tags]
-        failed = (extents.OPS[kinds] == READ) & (moved != self._lengths[kinds]) & (moved != -errno.ECANCELED)
-        again = [tag for tag in tags[failed].tolist() if tag not in self._again]
-        self._again.difference_update(tags.tolist())
-        if not again:
-            return results
-        self._again.update(again)
-        self._read_again += len(again)
-        reads = extents.room(len(again))
-        self._describe(np.array(again, np.int32), len(again), reads)
-        self._backlog[0] = np.concatenate([self._backlog[0], reads])
-        return results[~np.isin(tags, again)]
-
-    def _report(self, failed: NDArray[np.int64]) -> None:
-        for ticket, index in failed.tolist():
+    def _report(self) -> None:
+        for ticket, index in self._moving.failed:
             self._pending[ticket].failed.append(index)
+        self._moving.failed.clear()
 
     def _settle(self) -> None:
         done = self.table.tickets_done
