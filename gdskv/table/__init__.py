@@ -6,6 +6,7 @@ Imports nothing of the project. Decides from the calls made and the times given,
 from .blocktable import Begun, BlockTable, Rejection
 from .journal import CHANGE
 from .state import COUNTERS, DEFAULT_PRIORITY, DEVICE, DISK, HOST, TIERS, XFER
+from .warm import warm
 
 __all__ = [
     "CHANGE",
@@ -19,4 +20,5 @@ __all__ = [
     "Begun",
     "BlockTable",
     "Rejection",
+    "warm",
 ]
