@@ -16,9 +16,10 @@ from gdskv.io.choice import unreachable
 from gdskv.keys import Content, TokenIds, as_keys, block_keys, extend_keys, root_key
 from gdskv.layout import KVLayout, Namespace
 from gdskv.pools.device import DevicePool
-from gdskv.retention import Retention
-from gdskv.store import KVStore, Rejected, Wrap
+from gdskv.retention import DEFAULT_PRIORITY, Retention
+from gdskv.store import KVStore, Rejected, Wish, Wrap
 from gdskv.table import Begun, Rejection
+from gdskv.table.state import COUNTED
 
 __all__ = ["BlockManager", "Matched", "Rejected", "Request"]
 
@@ -55,10 +56,31 @@ class Request:
         self._late = 0  # ns; when it waits no longer for what has not come
         self._given_up = np.empty(0, np.int64)
         self._committed = 0
+        self._priority = np.empty(0, np.uint8)  # per committed block
+        self._kept = np.empty(0, np.bool_)  # retained until its deadline
+        self._deadline = np.empty(0, np.int64)  # ns; 0 = none
         self._prompt_tokens = prompt_tokens
         self._root = root
         self._retention: Retention | None = None
         self._content: Content = ()
+
+    def _remember(self, n: int, wish: Wish, now: int) -> None:
+        """What the first commit of each block has granted it."""
+        priority, ttl = wish.priority[self._committed : n], wish.ttl[self._committed : n]
+        self._priority = np.concatenate([self._priority, priority])
+        self._kept = np.concatenate([self._kept, ttl > 0])
+        self._deadline = np.concatenate([self._deadline, np.where(ttl == 0, 0, now + np.where(ttl < 0, ~ttl, ttl))])
+        self._committed = max(self._committed, n)
+
+    def _recall(self, wish: Wish, now: int) -> None:
+        """Put what is left of that in the place of a new wish: a later commit neither extends it nor takes it back."""
+        n = min(self._committed, len(wish.ttl))
+        left = np.maximum(self._deadline - now, 0)[:n]
+        live = self._kept[:n] & (left > 0)
+        after = ~left if wish.forget else np.zeros_like(left)
+        wish.ttl[:n] = np.where(self._deadline[:n] == 0, 0, np.where(live, left, after))
+        over = self._kept[:n] & ~live
+        wish.priority[:n] = np.where(over, np.minimum(self._priority[:n], DEFAULT_PRIORITY), self._priority[:n])
 
     @property
     def blocks(self) -> NDArray[np.int32]:
@@ -226,7 +248,8 @@ class BlockManager:
         """Until when each block of a chain is retained, in seconds on the caller's clock; 0 where it is not."""
         entries, _ = self._table.match(keys)
         out = np.zeros(len(keys))
-        out[: len(entries)] = self._table.arrays.e["deadline"][entries] / 1e9
+        rows = self._table.arrays.e[entries]
+        out[: len(entries)] = np.where(rows["flags"] & COUNTED, rows["deadline"], 0) / 1e9
         return out
 
     def allocate(self, request: Request, n_blocks: int, *, now: float) -> Rejected | None:
@@ -337,7 +360,7 @@ class BlockManager:
                 f"request {request.id} has {len(request.blocks)} blocks and commits {n}. Call allocate first."
             )
         wish = self.store.resolve(request._retention, n, request._prompt_tokens)
-        wish.ttl[: request._committed] = 0
+        request._recall(wish, self._table.now)
         done, slots = request.keys[:n], request.blocks[:n]
         new = self._table.commit(done, slots, wish.priority, wish.ttl, wish.forget, wish.tenant)
         if new < 0:
@@ -345,7 +368,7 @@ class BlockManager:
                 f"block {-1 - new} of request {request.id} holds the KV of other tokens than those committed. "
                 "Commit the tokens that the request began with."
             )
-        request._committed = n
+        request._remember(n, wish, self._table.now)
         self.store._start()
         return new
 

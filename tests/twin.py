@@ -157,7 +157,8 @@ class Twin:
         return block.forget and 0 < block.deadline <= self.now
 
     def live(self, block: Block) -> bool:
-        return block.deadline > self.now
+        """Is it to be kept until its deadline? One for which the budget had no room is only forgotten then."""
+        return block.deadline > self.now and block.retained_for is not None
 
     def advance(self, now: int) -> None:
         self.now = max(self.now, now)
@@ -195,9 +196,7 @@ class Twin:
     # ---- order of eviction
 
     def class_of(self, block: Block) -> int:
-        if block.forget and block.deadline:
-            return FIRST
-        return block.priority
+        return FIRST if self.forgotten(block) else block.priority
 
     def take_out(self, slot: Slot) -> None:
         if slot in self.retained[slot.tier]:
@@ -255,12 +254,8 @@ class Twin:
             if filled:
                 slot = self.lists[tier][min(filled)][0]
                 first = min(filled) == FIRST
-            elif self.retained[tier]:
-                slot, first = min(self.retained[tier], key=by_deadline), False
-                if tier == DISK and self.protect and self.live(owner(slot)):
-                    return None
             else:
-                return None
+                return self.earliest(tier)
             block = owner(slot)
             if self.kids(block, tier) == 0:
                 self.delist(slot)
@@ -271,6 +266,16 @@ class Twin:
                     if below and below not in self.lists[tier].get(FIRST, []):
                         self.put_first(below)
             self.hold(slot)
+
+    def earliest(self, tier: int) -> Slot | None:
+        """Of the retained blocks; those with children stay where they are."""
+        for slot in sorted(self.retained[tier], key=by_deadline):
+            if tier == DISK and self.protect and owner(slot).deadline > self.now:
+                return None
+            if self.kids(owner(slot), tier) == 0:
+                self.delist(slot)
+                return slot
+        return None
 
     # ---- slots and copies
 
@@ -434,7 +439,8 @@ class Twin:
         else:
             self.count["failed_reads"] += 1
             self.count["bad_payloads"] += lied
-            if (lied or transient) and still_there:
+            met_before = transient and x.source is not None and x.source.retry_at > self.now
+            if (lied or transient) and still_there and not met_before:
                 x.source.errors += 1
                 if lied or x.source.errors >= MOST_TRANSIENT:
                     x.source.bad = True
@@ -702,20 +708,25 @@ class Twin:
                 self.detach(block, DEVICE)
         return late
 
-    def admit(self, keys: list[int], ttl: list[int], tenant: int) -> list[int]:
-        """Cut the deadlines to the budget: from the first block on, as far as it reaches."""
+    def admit(
+        self, keys: list[int], priority: list[int], ttl: list[int], forget: bool, tenant: int
+    ) -> tuple[list[int], list[int]]:
+        """Cut priorities and deadlines to the budget: from the first block on, as far as it reaches."""
         charged = [b.retained_for for b in self.blocks.values() if b.retained_for is not None]
         room = min(self.retained_limit - len(charged), self.tenant_limit - charged.count(tenant))
-        last = max((i for i, t in enumerate(ttl) if t), default=-1)
+        last = max((i for i, t in enumerate(ttl) if t > 0), default=-1)
         for i, key in enumerate(keys[: last + 1]):
             block = self.blocks.get(key)
             if block and block.retained_for is not None:
                 continue
             if room <= 0:
-                self.count["over_budget"] += sum(t != 0 for t in ttl[i:])
-                return ttl[:i] + [0] * (len(ttl) - i)
+                over = [t > 0 for t in ttl[i:]]
+                self.count["over_budget"] += sum(over)
+                cut = [min(p, DEFAULT_PRIORITY) if o else p for p, o in zip(priority[i:], over, strict=True)]
+                then = [(~t if forget else 0) if o else t for t, o in zip(ttl[i:], over, strict=True)]
+                return priority[:i] + cut, ttl[:i] + then
             room -= 1
-        return ttl
+        return priority, ttl
 
     def enter(self, key: int, parent: Block | None, priority: int, ttl: int, forget: bool) -> Block:
         block = self.blocks.get(key)
@@ -749,15 +760,20 @@ class Twin:
                 block.last = self.clock
             firm = block.firm = max(firm, block.firm)
             most = max(most, wish, block.priority)
-            until = max(until, self.now + time if time else 0, block.deadline)
-            if most <= block.priority and until <= block.deadline:
+            until = max(until, self.now + time if time > 0 else 0, block.deadline if self.live(block) else 0)
+            counted = block.retained_for is not None
+            if not counted:
+                at = self.now + (time if time >= 0 else ~time) if time else 0
+                block.deadline = max(block.deadline, at) if block.forget else 0
+            if most <= block.priority and (until <= self.now or (counted and until <= block.deadline)):
                 continue
             listed = [s for _, s in sorted(block.at.items()) if s.listed]
             for slot in listed:
                 self.delist(slot)
-            block.priority, block.deadline = most, until
-            if self.live(block) and block.retained_for is None:
-                block.retained_for = tenant
+            block.priority = max(block.priority, most)
+            if until > self.now:
+                block.deadline = max(block.deadline, until) if counted else until
+                block.retained_for = block.retained_for if counted else tenant
             for slot in listed:
                 self.enlist(slot)
 
@@ -773,7 +789,7 @@ class Twin:
     def commit(
         self, keys: list[int], slots: list[Slot], priority: list[int], ttl: list[int], forget: bool, tenant: int
     ) -> int:
-        ttl = self.admit(keys, ttl, tenant)
+        priority, ttl = self.admit(keys, priority, ttl, forget, tenant)
         new, parent, blocks = 0, None, []
         for key, slot, wish, time in zip(keys, slots, priority, ttl, strict=False):
             block = self.enter(key, parent, wish, time, forget)
@@ -842,10 +858,18 @@ class Twin:
                 self.issue(kind, slot, None, block, ticket, i)
         return gone
 
+    def own_stay(self, known: list[int], missing: int) -> bool:
+        """Is there room in host without the request's own first blocks, or nowhere else for them to be?"""
+        if not self.slots[DISK] or self.spill != "all":
+            return True
+        own = [self.blocks[key].at.get(HOST) for key in known]
+        listed = sum(s.listed for s in self.slots[HOST]) - sum(s is not None and s.listed for s in own)
+        return len(self.free(HOST)) + listed >= missing
+
     def store(
         self, keys: list[int], priority: list[int], ttl: list[int], forget: bool, tenant: int, ticket: int
     ) -> tuple[int, int]:
-        ttl = self.admit(keys, ttl, tenant)
+        priority, ttl = self.admit(keys, priority, ttl, forget, tenant)
 
         def there(key: int) -> bool:
             return key in self.blocks and not self.forgotten(self.blocks[key])
@@ -857,13 +881,14 @@ class Twin:
         room: list[Slot] = []
         self.keep = missing
         if self.transfers - self.in_flight() >= missing:
-            for tier in (HOST, DISK):
+            guarded = [HOST, DISK] if self.own_stay(keys[:known], missing) else [DISK]
+            for tier in guarded:
                 self.guard(last, tier, 1)
             if top == HOST:
                 room = self.host_room(missing)
             else:
                 room = self.take(DISK, self.disk_room(min(missing, max(0, self.write_limit - self.writing()))))
-            for tier in (HOST, DISK):
+            for tier in guarded:
                 self.guard(last, tier, -1)
         blocks: list[Block] = []
         used = 0

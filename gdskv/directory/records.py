@@ -16,7 +16,7 @@ from gdskv.io.crc import crc32c_at
 VERSION = 1
 
 # Flags of both records, as the table's journal has them.
-PRESENT, IS_ROOT, TO_FORGET, IS_BAD = 1, 2, 4, 8
+PRESENT, IS_ROOT, TO_FORGET, IS_BAD, NOT_KEPT = 1, 2, 4, 8, 16
 FILL, STATE = 1, 2
 
 IDENTITY = np.dtype(
@@ -43,7 +43,7 @@ STATE_RECORD = np.dtype(
         ("tenant", "<u4"),  # CRC-32C of its name
         ("uses", "<u2"),
         ("priority", "u1"),
-        ("flags", "u1"),  # TO_FORGET
+        ("flags", "u1"),  # TO_FORGET, NOT_KEPT
         ("check", "<u4"),
     ]
 )
@@ -108,7 +108,7 @@ def encode(
         s.deadline = c.deadline + now_to_wall if c.deadline != 0 else 0
         s.last, s.fill, s.uses = c.last, np.uint32(identities[k].fill & np.uint64(0xFFFFFFFF)), min(c.uses, 65535)
         s.tenant = tenants[c.tenant]
-        s.priority, s.flags = c.priority, c.flags & TO_FORGET
+        s.priority, s.flags = c.priority, c.flags & (TO_FORGET | NOT_KEPT)
         s.check = _check(state_at + np.uint64(32 * k), 28, k)
     return fill
 
@@ -140,7 +140,7 @@ def decode(
         ):
             o.deadline, o.last, o.uses, o.tenant = s.deadline, s.last, s.uses, s.tenant
             o.priority = min(s.priority, 100)
-            o.flags = o.flags | (s.flags & TO_FORGET)
+            o.flags = o.flags | (s.flags & (TO_FORGET | NOT_KEPT))
         found += 1
     return found, fill, written
 

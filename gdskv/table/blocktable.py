@@ -243,7 +243,9 @@ class BlockTable:
         tenant: int = 0,
     ) -> int:
         """Blocks `keys`, a chain from its root, computed in the leased device `slots`, become findable. `ttl` in ns,
-        0 = none. Returns how many were new; -1 - i if slot i holds another block's content."""
+        0 = none, `~x` = not retained, yet forgotten after x. What finds no room in the budget is changed in place to
+        that under `forget`, else to 0, and its priority to the default at most. Returns how many were new; -1 - i if
+        slot i holds another block's content."""
         ents = np.empty(len(keys), np.int32)
         return int(plan.commit(self.arrays, keys, slots, len(keys), priority, ttl, forget, tenant, ents))
 

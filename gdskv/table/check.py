@@ -6,7 +6,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from . import index
+from . import index, order
 from .moves import writes_disk
 from .state import (
     ABSENT,
@@ -15,6 +15,7 @@ from .state import (
     COUNTED,
     DEVICE,
     DISK,
+    FORGET,
     FREE,
     HBASE,
     HEAP,
@@ -162,7 +163,8 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
             return 18
         counted = (e.flags & np.uint32(COUNTED)) != 0
         retained += counted
-        if (counted and e.deadline == 0) or (not counted and e.deadline > a.m[NOW]):
+        ends = (e.flags & np.uint32(FORGET)) != 0
+        if (counted and e.deadline == 0) or (not counted and not ends and e.deadline > a.m[NOW]):
             return 21
         here = 0
         for t in range(3):
@@ -185,7 +187,7 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
                 return 12
             if closed and e.slot[DISK] != NONE and a.e[p].slot[DISK] == NONE:
                 return 13
-            if e.deadline > a.m[NOW] and a.e[p].deadline < e.deadline:
+            if order.retained(a, n) and not (order.retained(a, p) and a.e[p].deadline >= e.deadline):
                 return 14
             if a.l[p].firm < a.l[n].firm:
                 return 14

@@ -304,32 +304,40 @@ def sweep(a: Arrays, budget: int) -> int:
 
 
 @jit
-def set_retention(a: Arrays, n: int, priority: int, deadline: int, forget_it: bool, fresh: bool) -> None:
+def set_retention(a: Arrays, n: int, priority: int, deadline: int, keep: bool, forget_it: bool, fresh: bool) -> None:
     """What a commit wishes for entry `n`. Wishes of several requests meet here: the higher priority counts, a deadline
     only moves away, and the block is forgotten only if every wish for it said so. A priority above the default that
-    came with a deadline ends with it."""
-    ln = a.l[n]
+    came with a deadline ends with it. Without `keep`, where the budget had no room, a deadline says when the block is
+    forgotten and no more."""
+    ln, e = a.l[n], a.e[n]
     firm = priority if deadline == 0 else min(priority, DEFAULT_PRIORITY)
+    ends = forget_it and deadline != 0
     if fresh:
-        ln.own_priority, ln.own_deadline, ln.firm = priority, deadline, firm
-        if forget_it and deadline != 0:
-            a.e[n].flags |= np.uint32(FORGET)
+        ln.own_priority, ln.own_deadline, ln.firm = priority, deadline if keep else 0, firm
+        e.deadline = 0
+        if ends:
+            e.flags |= np.uint32(FORGET)
     else:
         ln.own_priority = max(ln.own_priority, priority)
-        ln.own_deadline = max(ln.own_deadline, deadline)
+        if keep:
+            ln.own_deadline = max(ln.own_deadline, deadline)
         ln.firm = max(ln.firm, firm)
-        if not (forget_it and deadline != 0):
-            a.e[n].flags &= ~np.uint32(FORGET)
-        note_state(a, n)
+        if not ends:
+            e.flags &= ~np.uint32(FORGET)
+    if (e.flags & np.uint32(COUNTED)) == 0:
+        e.deadline = max(e.deadline, deadline) if (e.flags & np.uint32(FORGET)) != 0 else 0
+    note_state(a, n)
 
 
 @jit
-def raise_to(a: Arrays, n: int, priority: int, deadline: int, tenant: int) -> None:
+def raise_to(a: Arrays, n: int, priority: int, deadline: int, tenant: int) -> bool:
     """Lift the effective priority and deadline of entry `n`, in whatever order of eviction it stands. A block that was
-    not retained before is charged to `tenant`; one that was stays with whom it was charged to."""
+    not retained before is charged to `tenant`; one that was stays with whom it was charged to. False if `n` was not
+    lower before."""
     e = a.e[n]
-    if priority <= e.priority and deadline <= e.deadline:
-        return
+    counted = (e.flags & np.uint32(COUNTED)) != 0
+    if priority <= e.priority and (deadline <= a.m[NOW] or (counted and deadline <= e.deadline)):
+        return False
     listed = 0
     for t in range(3):
         g = e.slot[t]
@@ -337,12 +345,14 @@ def raise_to(a: Arrays, n: int, priority: int, deadline: int, tenant: int) -> No
             order.delist(a, t, g)
             listed |= 1 << t
     e.priority = max(e.priority, priority)
-    e.deadline = max(e.deadline, deadline)
-    if e.deadline > a.m[NOW] and (e.flags & np.uint32(COUNTED)) == 0:
-        e.flags |= np.uint32(COUNTED)
-        a.l[n].tenant = tenant
-        a.m[NRETAINED] += 1
-        a.ten[tenant] += 1
+    if deadline > a.m[NOW]:
+        e.deadline = max(e.deadline, deadline) if counted else deadline
+        if not counted:
+            e.flags |= np.uint32(COUNTED)
+            a.l[n].tenant = tenant
+            a.m[NRETAINED] += 1
+            a.ten[tenant] += 1
     for t in range(3):
         if listed & (1 << t):
             order.enlist(a, t, e.slot[t])
+    return True

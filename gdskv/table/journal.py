@@ -24,7 +24,6 @@ from .state import (
     JTAIL,
     NBAD,
     NONE,
-    NOW,
     NUSED,
     QUARANTINED,
     READY,
@@ -35,7 +34,7 @@ from .state import (
 )
 
 # Flags of a CHANGE.
-PRESENT, IS_ROOT, TO_FORGET, IS_BAD = 1, 2, 4, 8
+PRESENT, IS_ROOT, TO_FORGET, IS_BAD, NOT_KEPT = 1, 2, 4, 8, 16  # NOT_KEPT: the deadline is for forgetting alone
 
 CHANGE = np.dtype(
     [
@@ -101,6 +100,9 @@ def _describe(a: Arrays, k: int, what: int, o: Any) -> None:
             flags |= IS_ROOT
         if e.flags & np.uint32(FORGET):
             flags |= TO_FORGET
+            if o.deadline == 0:
+                flags |= NOT_KEPT
+            o.deadline = e.deadline  # a descendant's, if that is later
         o.flags = flags
 
 
@@ -164,7 +166,8 @@ def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
         a.e[e].uses, a.e[e].last = c.uses, c.last
         a.m[CLOCK] = max(a.m[CLOCK], c.last + 1)
         a.e[e].flags = np.uint32(ROOT) if c.flags & IS_ROOT else np.uint32(0)
-        entries.set_retention(a, e, c.priority, c.deadline, (c.flags & TO_FORGET) != 0, True)
+        keep = (c.flags & NOT_KEPT) == 0
+        entries.set_retention(a, e, c.priority, c.deadline, keep, (c.flags & TO_FORGET) != 0, True)
     before = NONE
     for i in range(n):
         c = blocks[i]
@@ -218,7 +221,6 @@ def _lift(a: Arrays, n: int, tenant: int) -> None:
         a.l[p].firm = a.l[n].firm
         p = a.e[p].parent
     p = a.e[n].parent
-    priority, deadline = a.e[n].priority, a.e[n].deadline
-    while p != NONE and (a.e[p].priority < priority or (deadline > a.m[NOW] and a.e[p].deadline < deadline)):
-        entries.raise_to(a, p, priority, deadline, tenant)
+    priority, deadline = a.e[n].priority, a.e[n].deadline if order.retained(a, n) else 0
+    while p != NONE and entries.raise_to(a, p, priority, deadline, tenant):
         p = a.e[p].parent

@@ -145,6 +145,8 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
                 a.c[C_STALE] += 1
                 entries.lose(a, n, DISK, False)
                 return
+            if not lied and s.retry_at > a.m[NOW]:
+                return  # reads that were under way together met one and the same error
             tries = (s.fails & np.uint32(~UNVERIFIED & 0xFFFFFFFF)) + np.uint32(1)
             s.fails = (s.fails & np.uint32(UNVERIFIED)) | tries
             if lied or tries >= QUARANTINE_AFTER:

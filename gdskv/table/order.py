@@ -146,12 +146,18 @@ def forgotten(a: Arrays, n: int, now: int) -> bool:
 
 
 @jit
+def retained(a: Arrays, n: int) -> bool:
+    """Is entry `n` to be kept until a deadline that has not passed? A deadline alone does not say so: one that found no
+    room in the budget only says when the block is forgotten."""
+    return a.e[n].deadline > a.m[NOW] and (a.e[n].flags & np.uint32(COUNTED)) != 0
+
+
+@jit
 def list_of(a: Arrays, n: int) -> int:
     """Where a block of entry `n` stands in the order: HEAP, FIRST or the list of its priority."""
-    d = a.e[n].deadline
-    if d > a.m[NOW]:
+    if retained(a, n):
         return HEAP
-    if d != 0 and (a.e[n].flags & np.uint32(FORGET)) != 0:
+    if forgotten(a, n, a.m[NOW]):
         return FIRST
     return 1 + a.e[n].priority
 
@@ -268,18 +274,9 @@ def child_left(a: Arrays, t: int, parent: int) -> None:
 
 
 @jit
-def _hold(a: Arrays, t: int, g: int) -> None:
-    if a.s[g].where == HEAP:
-        _heap_drop(a, t, g)
-    else:
-        _unchain(a, t, g)
-    a.s[g].where = HELD
-    a.s[g].prev = a.s[g].next = NONE
-
-
-@jit
 def victim(a: Arrays, t: int) -> int:
     """Take the next slot to leave out of the order and return it, or NONE."""
+    found = aside = NONE
     while True:
         if a.bits[t, 0] != _0:
             q = _trailing_zeros(a.bits[t, 0])
@@ -291,13 +288,19 @@ def victim(a: Arrays, t: int) -> int:
             q = HEAP
             g = a.heap[a.m[HBASE + t]]
             if t == DISK and a.m[PROTECT] != 0 and a.e[a.s[g].entry].deadline > a.m[NOW]:
-                return NONE
+                break
         else:
-            return NONE
+            break
         n = a.s[g].entry
         if a.l[n].kids[t] == 0:
             delist(a, t, g)
-            return g
+            found = g
+            break
+        if q == HEAP:  # its children are leased; it must not miss its deadline, so it goes back afterwards
+            _heap_drop(a, t, g)
+            a.s[g].next = aside
+            aside = g
+            continue
         if q == FIRST:  # its descendants go before it, and ahead of everything else
             c = a.l[n].child
             while c != NONE:
@@ -305,4 +308,11 @@ def victim(a: Arrays, t: int) -> int:
                 if h != NONE and a.s[h].where != FIRST:
                     put_first(a, t, h)
                 c = a.l[c].next
-        _hold(a, t, g)
+        _unchain(a, t, g)
+        a.s[g].where = HELD
+        a.s[g].prev = a.s[g].next = NONE
+    while aside != NONE:
+        g, aside = aside, a.s[aside].next
+        a.s[g].next = NONE
+        _heap_push(a, t, g)
+    return found

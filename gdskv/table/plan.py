@@ -40,6 +40,7 @@ from .state import (
     CLEAN_WINDOW,
     CLOCK,
     COUNTED,
+    DEFAULT_PRIORITY,
     DEVICE,
     DEVICE_TO_DISK,
     DEVICE_TO_HOST,
@@ -148,7 +149,7 @@ def _touch(a: Arrays, ents: np.ndarray, n: int) -> None:
 @jit
 def _worth(a: Arrays, n: int) -> bool:
     mode = a.m[SPILL]
-    if mode == SPILL_ALL or a.e[n].deadline > a.m[NOW]:
+    if mode == SPILL_ALL or order.retained(a, n):
         return True
     return mode == SPILL_REUSED and a.e[n].uses >= 2
 
@@ -250,7 +251,7 @@ def _to_disk(a: Arrays, m: int) -> int:
         n = a.tmp[2, i]
         a.e[n].flags &= ~np.uint32(MARK)
         # Best effort up to the limit, retained blocks up to twice that.
-        if want == i and (i < room or (a.e[n].deadline > a.m[NOW] and i < room + a.m[WRITE_LIMIT])):
+        if want == i and (i < room or (order.retained(a, n) and i < room + a.m[WRITE_LIMIT])):
             want += 1
     want = min(want, max(0, a.m[NXFREE] - a.m[XKEEP]))
     a.c[C_SHED_QUEUE] += m - want
@@ -492,21 +493,30 @@ def _retain(
         if fresh:
             a.m[CLOCK] += 1
             a.e[e].last = a.m[CLOCK]
-        deadline = a.m[NOW] + ttl[i] if ttl[i] != 0 else 0
-        entries.set_retention(a, e, priority[i], deadline, forget, fresh)
+        keep = ttl[i] > 0
+        deadline = 0
+        if ttl[i] != 0:
+            deadline = a.m[NOW] + (ttl[i] if keep else ~ttl[i])
+        entries.set_retention(a, e, priority[i], deadline, keep, forget, fresh)
         firm = max(firm, a.l[e].firm)
         a.l[e].firm = firm
         most = max(most, a.l[e].own_priority, a.e[e].priority)
-        until = max(until, a.l[e].own_deadline, a.e[e].deadline)
+        until = max(until, a.l[e].own_deadline)
+        if order.retained(a, e):
+            until = max(until, a.e[e].deadline)
         entries.raise_to(a, e, most, until, tenant)
 
 
 @jit
-def _admit(a: Arrays, keys: np.ndarray, n: int, ttl: np.ndarray, tenant: int) -> None:
+def _admit(
+    a: Arrays, keys: np.ndarray, n: int, priority: np.ndarray, ttl: np.ndarray, forget: bool, tenant: int
+) -> None:
     """Hold the request's retained blocks within the budget and the tenant's share of it: from the first block on as far
-    as it reaches, since a block is retained with its ancestors. The rest loses its ttl, and is counted."""
+    as it reaches, since a block is retained with its ancestors. The rest is not retained, and is counted; its ttl `x`
+    becomes `~x`, which is negative, where the block shall be forgotten all the same, and else 0; the priority that
+    came with it is cut to the default."""
     last = n - 1
-    while last >= 0 and ttl[last] == 0:
+    while last >= 0 and ttl[last] <= 0:
         last -= 1
     room = min(a.m[RETAINED_LIMIT] - a.m[NRETAINED], a.m[TENANT_LIMIT] - a.ten[tenant])
     for i in range(last + 1):
@@ -515,8 +525,10 @@ def _admit(a: Arrays, keys: np.ndarray, n: int, ttl: np.ndarray, tenant: int) ->
             continue
         if room <= 0:
             for j in range(i, last + 1):
-                a.c[C_OVER_BUDGET] += ttl[j] != 0
-                ttl[j] = 0
+                if ttl[j] > 0:
+                    a.c[C_OVER_BUDGET] += 1
+                    ttl[j] = ~ttl[j] if forget else 0
+                    priority[j] = min(priority[j], DEFAULT_PRIORITY)
             return
         room -= 1
 
@@ -530,7 +542,7 @@ def _write_soon(a: Arrays, ents: np.ndarray, n: int) -> None:
     m = 0
     for i in range(n):
         e = ents[i]
-        if a.e[e].slot[DISK] == NONE and (a.e[e].deadline > a.m[NOW] or a.l[e].kids[DISK] > 0):
+        if a.e[e].slot[DISK] == NONE and (order.retained(a, e) or a.l[e].kids[DISK] > 0):
             m = _gather(a, e, m)
     a.c[C_RETAINED_WRITES] += _to_disk(a, m)
 
@@ -568,7 +580,7 @@ def commit(
         e = a.s[held[i]].entry
         if e != NONE and (a.e[e].k0 != keys[i, 0] or a.e[e].k1 != keys[i, 1]):
             return NOT_THESE - i
-    _admit(a, keys, n, ttl, tenant)
+    _admit(a, keys, n, priority, ttl, forget, tenant)
     new = 0
     parent = NONE
     for i in range(n):
@@ -693,12 +705,14 @@ def store(
 ) -> int:
     """Take blocks of the caller's memory in, those that are not there yet, as far as there is room for a leading run.
     `result[0]` gets the transfers planned; returns how many of the `n` blocks are cached when these are done."""
-    _admit(a, keys, n, ttl, tenant)
-    known = 0
+    _admit(a, keys, n, priority, ttl, forget, tenant)
+    known = own = 0
     while known < n:
         e = index.find(a, keys[known, 0], keys[known, 1])
         if e == NONE or order.forgotten(a, e, a.m[NOW]):
             break
+        g = a.e[e].slot[HOST]
+        own += g != NONE and a.s[g].where != UNLISTED
         known += 1
     top = HOST if a.m[CAP + HOST] > 0 else DISK
     missing = 0
@@ -709,14 +723,19 @@ def store(
     got = 0
     a.m[XKEEP] = missing
     if a.m[NXFREE] >= missing:
-        _guard(a, last, HOST, 1)
+        # Where host has no room besides for it, the chain's own beginning goes to disk; where that cannot be, it stays.
+        there = a.m[CAP + DISK] > 0 and a.m[SPILL] == SPILL_ALL
+        stay = not there or a.m[NFREE + HOST] + a.m[NLISTED + HOST] - own >= missing
+        if stay:
+            _guard(a, last, HOST, 1)
         _guard(a, last, DISK, 1)
         if top == HOST:
             got = _host_room(a, missing)
         else:
             got = _disk_room(a, min(missing, max(0, a.m[WRITE_LIMIT] - a.m[NWRITING])))
             slots.take(a, DISK, got, a.tmp[1], 0)
-        _guard(a, last, HOST, -1)
+        if stay:
+            _guard(a, last, HOST, -1)
         _guard(a, last, DISK, -1)
     parent, k, i = NONE, 0, 0
     while i < n:
