@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ class Bench:
     """A manager, or a store, with an engine that fails and waits as told, and records."""
 
     def __init__(self, folder: Path, *, store: bool = False, wall: float | None = None, **settings: Any) -> None:
-        self._faults: list[tuple[int, int, Callable[[], Any]]] = []
+        self._faults: list[tuple[int, int, Fail | Short | Flip]] = []
+        self._again: dict[int, Fail | Short | Flip] = {}
         self.folder = folder
         if store:
             settings.setdefault("device", 0)
@@ -108,14 +109,18 @@ class Bench:
     def _rule(self, transfer: np.void) -> Fail | Short | Flip | None:
         if int(transfer["slab"]) > PAYLOADS:
             return None
+        if int(transfer["op"]) == READ and int(transfer["tag"]) in self._again:
+            return self._again.pop(int(transfer["tag"]))
         for i, (op, times, fault) in enumerate(self._faults):
             if op == int(transfer["op"]) and times:
                 self._faults[i] = (op, times - 1, fault)
+                if op == READ and not isinstance(fault, Flip):  # such a read is tried once more
+                    self._again[int(transfer["tag"])] = fault
                 return fault
         return None
 
     def fail(self, op: int, fault: Fail | Short | Flip, times: int = 1) -> None:
-        """The next transfers of payloads by this operation go wrong."""
+        """The next transfers of payloads by this operation go wrong, reads at their second try as well."""
         self._faults.append((op, times, fault))
 
     def mend(self) -> None:

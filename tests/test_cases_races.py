@@ -472,3 +472,23 @@ def test_r10_the_third_error_in_a_row_takes_the_slot_out_of_use(tmp_path: Path) 
         assert (s["transient_errors"], s["quarantined"], s["disk_bad"]) == (2, 1, 1)
         assert b.engine.run(0, TOKENS).matched == (0, 0, 0)
         b.settled()
+
+
+def test_r10_requests_that_read_at_once_count_one_error(tmp_path: Path) -> None:
+    with Bench(tmp_path, store=True, host=0, disk=8) as b:
+        put(b, 0, 1)
+        b.fail(READ, Fail(errno.EIO), times=5)
+        found = [b.kv.match(chain(0, 1), now=0) for _ in range(5)]
+        b.hold.hold(READ)
+        for f in found:
+            b.kv.load(f, into=aligned(1), now=0)
+        b.hold.let()
+        b.drain()
+        assert [d.failed.tolist() for d in b.done] == [[0]] * 5
+        s = b.stats
+        assert (s["failed_reads"], s["transient_errors"], s["quarantined"]) == (5, 1, 0)
+        b.tick(1.1)
+        found = b.kv.match(chain(0, 1), now=b.engine.now)
+        assert found.length == 1
+        b.kv.release(found)
+        b.settled()

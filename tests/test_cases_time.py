@@ -41,6 +41,11 @@ def test_t1_keys_do_not_depend_on_the_process(tmp_path: Path) -> None:
     assert len(answers) == 1 and len(answers.pop().strip()) == 4 * 32
 
 
+def test_t1_hashes_that_look_process_local_are_refused_with_the_setting_that_fixes_it() -> None:
+    with pytest.raises(gdskv.KeyFormatError, match="prefix-caching-hash-algo sha256"):
+        gdskv.keys_from_hashes([hash("a block")])  # type: ignore[list-item]
+
+
 def test_t1_after_a_restart_the_same_prompt_is_found(tmp_path: Path) -> None:
     with gdskv.BlockManager(config(tmp_path), LAYOUT, NAMESPACE) as kv:
         Engine(kv).run(0, 4 * TOKENS)
@@ -106,3 +111,21 @@ def test_t4_ranks_that_get_the_leaders_now_decide_the_same(tmp_path: Path) -> No
             decided.append(out)
             b.settled()
     assert decided[0] == decided[1]
+
+
+def test_t5_one_tenant_cannot_hold_the_whole_budget(tmp_path: Path) -> None:
+    with Bench(tmp_path, device=8, host=8, disk=32, retained_fraction=0.5, tenant_fraction=0.25) as b:
+        greedy = gdskv.Retention(ttl=1000, priority=100, tenant="greedy")
+        for doc in range(10):
+            b.engine.run(doc, 4 * TOKENS, retention=greedy)
+        s = b.stats
+        assert s["retained"] == 4 and s["over_budget"] == 36
+        b.engine.run(20, 8 * TOKENS, retention=gdskv.Retention(ttl=1000, tenant="other"))
+        assert b.store.table.retained() == {"": 0, "greedy": 4, "other": 4}
+        for doc in range(30, 50):
+            b.engine.run(doc, 8 * TOKENS)
+        b.drain()
+        assert sum(b.found(20, 4)) == 4 * TOKENS, "what the other was granted is still there"
+        assert sum(b.found(0, 4)) == 4 * TOKENS
+        assert sum(sum(b.found(doc, 4)) for doc in range(1, 10)) == 0
+        b.settled()

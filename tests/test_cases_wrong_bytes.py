@@ -93,6 +93,18 @@ def test_w2_who_joined_a_block_whose_write_fails_is_told(tmp_path: Path) -> None
         b.settled()
 
 
+def test_w2_a_store_that_fails_is_reported_and_not_found(tmp_path: Path) -> None:
+    with Bench(tmp_path, store=True, host=0) as b:
+        keys = gdskv.block_keys(tokens(0, 3 * TOKENS), TOKENS)
+        b.fail(WRITE, Fail(errno.ENOSPC), times=3)
+        b.kv.store(keys, source=aligned(3), now=0)
+        done = b.finished()
+        assert done.failed.tolist() == [0, 1, 2] and done.bytes == 0
+        assert b.kv.match(keys, now=0).length == 0
+        assert b.stats["failed_writes"] == 3
+        b.settled()
+
+
 def test_w3_blocks_that_changed_places_on_disk_are_not_served(bench: Bench) -> None:
     bench.to_disk(0, 2)
     first, second = (disk_offset(bench.store, 0, i) for i in (0, 1))
@@ -294,15 +306,3 @@ def test_w10_a_partial_block_is_in_no_tier(bench: Bench) -> None:
 def offsets(b: Bench, op: int, start: int = 0) -> list[int]:
     """Where transfers of payloads went."""
     return [int(t["offset"]) for t in b.recorder.transfers[start:] if t["op"] == op and t["slab"] == 0]
-
-
-def test_w2_a_store_that_fails_is_reported_and_not_found(tmp_path: Path) -> None:
-    with Bench(tmp_path, store=True, host=0) as b:
-        keys = gdskv.block_keys(tokens(0, 3 * TOKENS), TOKENS)
-        b.fail(WRITE, Fail(errno.ENOSPC), times=3)
-        b.kv.store(keys, source=aligned(3), now=0)
-        done = b.finished()
-        assert done.failed.tolist() == [0, 1, 2] and done.bytes == 0
-        assert b.kv.match(keys, now=0).length == 0
-        assert b.stats["failed_writes"] == 3
-        b.settled()

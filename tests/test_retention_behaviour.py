@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from doubles import Fail
-from faulty import WRITE, Bench
+from faulty import WRITE, Bench, aligned
 from harness import LAYOUT, NAMESPACE, TOKENS, config, tokens
 
 import gdskv
@@ -105,6 +106,40 @@ def test_reuse_refreshes_a_deadline_only_with_a_ttl_of_its_own(bench: Bench) -> 
     press(bench)
     assert found(bench, ids) in (0, 2)
     assert bench.stats["retained"] == 0
+
+
+def test_a_later_commit_of_a_request_neither_extends_nor_shortens(bench: Bench) -> None:
+    kv = bench.kv
+    request = kv.begin(tokens(0, 2 * TOKENS), retention=Retention(ttl=100, on_expiry="forget"), now=0)
+    bench.engine.wait(request)
+    bench.engine.compute(request)
+    kv.commit(request, now=0)
+    for i in range(3, 6):
+        at(bench, 10.0 * i)
+        assert kv.allocate(request, 1, now=bench.engine.now) is None
+        bench.engine.wait(request)
+        kv.commit(request, tokens(0, i * TOKENS), now=bench.engine.now)
+    assert kv.deadlines(keys=request.keys)[:2].tolist() == [100, 100]
+    kv.release(request, now=bench.engine.now)
+    at(bench, 100)
+    assert found(bench, tokens(0, 5 * TOKENS)) == 0, "forgotten, though the request committed again after"
+    bench.settled()
+
+
+def test_a_request_that_goes_on_past_its_own_deadline_does_not_revive_what_is_forgotten(bench: Bench) -> None:
+    kv = bench.kv
+    request = kv.begin(tokens(0, 2 * TOKENS), retention=Retention(ttl=10, on_expiry="forget"), now=0)
+    bench.engine.wait(request)
+    bench.engine.compute(request)
+    kv.commit(request, now=0)
+    at(bench, 20)
+    assert kv.allocate(request, 1, now=20) is None
+    bench.engine.wait(request)
+    kv.commit(request, tokens(0, 3 * TOKENS), now=20)
+    assert found(bench, tokens(0, 3 * TOKENS)) == 0
+    kv.release(request, now=20)
+    assert found(bench, tokens(0, 3 * TOKENS)) == 0
+    bench.settled()
 
 
 # ---- which block takes what
@@ -222,10 +257,51 @@ def test_what_config_says_is_the_default_for_expiry(tmp_path: Path) -> None:
 # ---- the budget
 
 
+def test_the_budget_bounds_what_is_retained_and_the_rest_is_ordinary(tmp_path: Path) -> None:
+    with Bench(tmp_path, device=8, host=8, disk=32, retained_fraction=0.25) as b:
+        run(b, tokens(0, 8 * TOKENS), Retention(ttl=100))
+        run(b, tokens(1, 4 * TOKENS), Retention(ttl=100, priority=100))
+        s = b.stats
+        assert (s["retained"], s["over_budget"]) == (8, 4)
+        press(b)
+        assert found(b, tokens(0, 8 * TOKENS)) == 8
+        assert found(b, tokens(1, 4 * TOKENS)) == 0, "neither by deadline nor by the priority that came with it"
+        at(b, 200)
+        run(b, tokens(1, 4 * TOKENS), Retention(ttl=100))
+        assert b.stats["retained"] == 4, "what has lapsed makes room"
+        b.settled()
+
+
 def test_a_chain_is_retained_from_its_first_block_as_far_as_the_budget_reaches(tmp_path: Path) -> None:
     with Bench(tmp_path, device=8, host=8, disk=32, retained_fraction=0.125) as b:
         keys = run(b, tokens(0, 8 * TOKENS), Retention(ttl=100)).keys
         assert (b.kv.deadlines(keys=keys) > 0).tolist() == [True] * 4 + [False] * 4
+
+
+def test_what_is_over_budget_is_forgotten_all_the_same(tmp_path: Path) -> None:
+    with Bench(tmp_path, device=8, host=8, disk=32, retained_fraction=0.125) as b:
+        wish = Retention(ttl=100, on_expiry="forget")
+        run(b, tokens(0, 4 * TOKENS), wish)
+        run(b, tokens(1, 4 * TOKENS), wish)
+        assert b.stats["over_budget"] == 4
+        assert found(b, tokens(1, 4 * TOKENS)) == 4
+        at(b, 100.1)
+        assert found(b, tokens(0, 4 * TOKENS)) == found(b, tokens(1, 4 * TOKENS)) == 0
+        b.settled()
+
+
+def test_that_outlives_the_process_too(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"device": 8, "host": 8, "disk": 32, "retained_fraction": 0.125}
+    wish = Retention(ttl=100, on_expiry="forget")
+    with Bench(tmp_path, **sizes, wall=1000.0) as b:
+        run(b, tokens(0, 4 * TOKENS), wish)
+        run(b, tokens(1, 4 * TOKENS), wish)
+    with Bench(tmp_path, **sizes, wall=1050.0) as b:
+        assert b.stats["retained"] == 4
+        assert found(b, tokens(0, 4 * TOKENS)) == found(b, tokens(1, 4 * TOKENS)) == 4
+        at(b, 51)
+        assert found(b, tokens(0, 4 * TOKENS)) == found(b, tokens(1, 4 * TOKENS)) == 0
+        b.settled()
 
 
 def test_each_tenant_has_its_share(tmp_path: Path) -> None:
@@ -368,6 +444,38 @@ def test_a_priority_that_came_with_a_ttl_ends_with_it(tmp_path: Path) -> None:
             run(b, tokens(doc, 2 * TOKENS))
         assert found(b, tokens(0, TOKENS)) == 0
         assert found(b, tokens(1, TOKENS)) == 1, "one with no ttl lasts until the block leaves"
+        b.settled()
+
+
+def test_the_store_keeps_the_same_promises(tmp_path: Path) -> None:
+    with Bench(tmp_path, store=True, host=4, disk=16, retained_fraction=0.25) as b:
+
+        def put(doc: int, wish: Retention | None = None) -> np.ndarray:
+            keys = gdskv.block_keys(tokens(doc, 2 * TOKENS), TOKENS)
+            b.kv.store(keys, source=aligned(2), retention=wish, now=b.engine.now)
+            b.finished()
+            return keys
+
+        def length(keys: np.ndarray) -> int:
+            found = b.kv.match(keys, now=b.engine.now)
+            b.kv.release(found)
+            return found.length
+
+        kept, gone = put(0, Retention(ttl=100)), put(1, Retention(ttl=50, on_expiry="forget"))
+        over = put(2, Retention(ttl=50, on_expiry="forget"))
+        for doc in range(10, 14):
+            put(doc)
+        assert [length(k) for k in (kept, gone, over)] == [2, 2, 2]
+        b.tick(50)
+        assert [length(k) for k in (kept, gone, over)] == [2, 0, 0]
+        for doc in range(20, 40):
+            put(doc)
+        assert length(kept) == 2
+        b.tick(51)
+        for doc in range(40, 60):
+            put(doc)
+        assert length(kept) == 0
+        assert b.stats["over_budget"] == 2
         b.settled()
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faulty import Bench, aligned
+from faulty import READ, Bench, aligned
 from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, config, payload, tokens
 
 import gdskv
-from gdskv.store import Done, Found
+from gdskv.store import Done, Found, Ticket
 
 
 @pytest.fixture
@@ -56,16 +56,85 @@ def get(b: Bench, doc: int, n: int, into: Any) -> Done:
 def to_disk(b: Bench, doc: int, n: int) -> None:
     """Let a document be on disk alone."""
     put(b, doc, n)
-    other = 3000
-    while (found := b.kv.match(chain(doc, n), now=b.engine.now)).tier.tolist() != [2] * n:
-        b.kv.release(found)
+    other = 1000
+    while b.store.table.match(chain(doc, n))[1].tolist() != [2] * n:
         put(b, other, 2)
         b.drain()
         other += 1
-    b.kv.release(found)
 
 
 # ---- from and to memory of every kind
+
+
+def test_what_was_stored_is_matched_and_loaded_from_host_and_from_disk(bench: Bench) -> None:
+    done = put(bench, 0, 4)
+    assert isinstance(done.ticket, Ticket) and done.ticket.blocks == 4
+    assert done.bytes == 4 * BLOCK and done.failed.tolist() == []
+    found = bench.kv.match(chain(0, 6), now=0)
+    assert (found.length, found.tier.tolist()) == (4, [1] * 4)
+    bench.kv.release(found)
+    assert get(bench, 0, 4, memory := aligned(4)).bytes == 4 * BLOCK
+    assert right(memory, chain(0, 4))
+    to_disk(bench, 1, 3)
+    get(bench, 1, 3, memory := aligned(3))
+    assert right(memory, chain(1, 3))
+    assert bench.stats["staged"] == 0
+    bench.settled()
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize(
+    "kind", ["array", "addresses", "view of a larger one", "other shape", "tensor", "tensor with a stride", "crooked"]
+)
+def test_memory_of_every_kind(tmp_path: Path, kind: str, where: str) -> None:
+    with Bench(tmp_path, store=True, host=8, disk=32) as b:
+        keys = chain(0, 4)
+        (put if where == "host" else to_disk)(b, 0, 4)
+        raw = aligned(8)
+        half = torch.from_numpy(raw.reshape(-1)).view(torch.float16)
+        into, seen = {
+            "array": (raw, raw[:4]),
+            "addresses": (raw.ctypes.data + np.uint64(BLOCK) * np.array([6, 0, 3, 1], np.uint64), raw[[6, 0, 3, 1]]),
+            "view of a larger one": (raw[1::2], raw[1::2]),
+            "other shape": (raw.view(np.float32).reshape(8, 2, 2, BLOCK // 16), raw[:4]),
+            "tensor": (half.view(8, 4, BLOCK // 8), raw[:4]),
+            "tensor with a stride": (half.view(4, 2, BLOCK // 2)[:, 1], raw[1::2]),
+            "crooked": (c := crooked(4), c),
+        }[kind]
+        assert get(b, 0, 4, into).failed.tolist() == []
+        if kind == "addresses":
+            seen = raw[[6, 0, 3, 1]]
+        assert right(seen, keys)
+        assert b.stats["staged"] == (4 if kind == "crooked" and where == "disk" else 0)
+        b.kv.store(chain(1, 4), source=into, now=0)
+        b.finished()
+        get(b, 1, 4, back := aligned(4))
+        assert np.array_equal(back, seen)
+        b.settled()
+
+
+def test_blocks_of_no_whole_pages_are_staged(tmp_path: Path) -> None:
+    layout = gdskv.KVLayout.raw(1000, 1)
+    settings = gdskv.CacheConfig(host_bytes=4 * 4096, disk_bytes=16 * 4096, directories=[tmp_path], min_free=0)
+    with gdskv.KVStore(settings, layout, NAMESPACE) as kv:
+        keys = gdskv.block_keys(range(12), 1)
+        source = np.arange(12_000, dtype=np.uint64).astype(np.uint8).reshape(12, 1000)
+        for start in (0, 4, 8):  # four fit into host at a time
+            kv.store(keys[: start + 4], source=source, now=0)
+            while not kv.idle:
+                kv.poll(now=0)
+        found = kv.match(keys, now=0)
+        assert found.length == 12
+        kv.release(found)
+        into = np.zeros_like(source)
+        found = kv.match(keys[:3], now=0)
+        assert set(found.tier.tolist()) == {2}
+        kv.load(found, into=into, now=0)
+        while not kv.idle:
+            kv.poll(now=0)
+        assert np.array_equal(into[:3], source[:3])
+        assert kv.stats()["staged"] == 3
+        kv.check()
 
 
 def test_a_store_of_known_blocks_moves_nothing(bench: Bench) -> None:
@@ -103,6 +172,19 @@ def test_a_block_on_its_way_in_can_be_matched_and_loaded(bench: Bench) -> None:
     bench.drain()
     assert [d.failed.tolist() for d in bench.done] == [[], []]
     assert right(memory, keys)
+    bench.settled()
+
+
+def test_prefetch_brings_a_bounded_number_to_host(bench: Bench) -> None:
+    to_disk(bench, 0, 4)
+    assert bench.kv.prefetch(chain(0, 4), now=0) == 2, "at most a quarter of the host tier"
+    bench.drain()
+    found = bench.kv.match(chain(0, 4), now=0)
+    assert found.tier.tolist() == [1, 1, 2, 2]
+    bench.kv.load(found, into=(memory := aligned(4)), now=0)
+    bench.finished()
+    assert right(memory, chain(0, 4))
+    assert bench.stats["prefetches"] == 2
     bench.settled()
 
 
@@ -305,6 +387,21 @@ def test_use_after_close_is_refused(tmp_path: Path) -> None:
 
 
 # ---- giving up
+
+
+def test_cancel_before_anything_started(bench: Bench) -> None:
+    to_disk(bench, 0, 3)
+    bench.hold.hold(READ)
+    ticket = bench.kv.load(bench.kv.match(chain(0, 3), now=0), into=(memory := aligned(3)), now=0)
+    bench.kv.cancel(ticket)
+    bench.kv.cancel(ticket)
+    assert bench.finished().failed.tolist() == [0, 1, 2]
+    assert not memory.any()
+    bench.kv.cancel(ticket)
+    bench.hold.let()
+    get(bench, 0, 3, memory)
+    assert right(memory, chain(0, 3))
+    bench.settled()
 
 
 def test_cancel_of_what_has_happened_changes_nothing(bench: Bench) -> None:
