@@ -202,10 +202,13 @@ class Player:
             pair.release(request)
         for found in self.found:
             pair.leave(found)
-        while pair.twin.deferred or pair.twin.launched:
-            pair.launch(4096)
-            for x in list(pair.twin.launched):
+        for x in list(pair.twin.launched):
+            pair.complete(x)
+        while pair.twin.deferred:  # each waits for earlier ones only, so there is no circle
+            oldest = pair.twin.deferred[0]
+            for x in pair.launch(1):
                 pair.complete(x)
+            assert oldest.over
         pair.let_late_ones_go()
         counted = pair.table.counters()
         for tier in ("device", "host", "disk"):
