@@ -37,9 +37,7 @@ class Matched(NamedTuple):
 class Request:
     """A request's blocks. Made by `BlockManager.begin`; read its attributes, hand it back to the manager's calls."""
 
-    def __init__(
-        self, ident: int, keys: Keys, begun: Begun, tokens_per_block: int, prompt_tokens: int, root: Keys
-    ) -> None:
+    def __init__(self, ident: int, keys: Keys, begun: Begun, tokens_per_block: int, prompt_tokens: int) -> None:
         self.id = ident
         self.keys = keys
         """Of the full blocks, shape (n, 2)."""
@@ -60,7 +58,7 @@ class Request:
         self._kept = np.empty(0, np.bool_)  # retained until its deadline
         self._deadline = np.empty(0, np.int64)  # ns; 0 = none
         self._prompt_tokens = prompt_tokens
-        self._root = root
+        self._root = keys[:0]
         self._retention: Retention | None = None
         self._content: Content = ()
 
@@ -199,7 +197,6 @@ class BlockManager:
             Rejected at once, with the reason counted, when slots or transfers cannot be had.
         """
         size = self.layout.tokens_per_block
-        root = root_key(size, namespace=self.store.digest, salt=salt, adapter=adapter)
         if keys is None:
             if token_ids is None:
                 raise GdskvError("begin needs token_ids or keys.")
@@ -214,7 +211,9 @@ class BlockManager:
             self.store._pump()
             return Rejected(*begun)
         self._next += 1
-        request = Request(self._next, keys, begun, size, tokens, root)
+        request = Request(self._next, keys, begun, size, tokens)
+        if not len(keys):  # what the first key is made from, once there is one
+            request._root = root_key(size, namespace=self.store.digest, salt=salt, adapter=adapter)
         request._retention, request._content = retention, content
         request._late = self._table.now + self.store.timeout
         self.store._start()

@@ -21,6 +21,8 @@ __all__ = ["ROUND", "Pump"]
 
 ROUND = 512
 """Results taken in, and transfers handed out, at a time."""
+SOME = 128
+"""Transfers handed out by a call that is not a poll."""
 BUDGET_NS = 250_000
 """After that no further round begins in a call: what is left keeps until the next."""
 
@@ -66,8 +68,8 @@ class Pump:
         """Ticket and index of blocks that did not arrive; whoever knows the tickets takes them out."""
 
     def start(self) -> None:
-        """Hand out a round of what may start."""
-        self._hand_out()
+        """Hand out some of what may start, so that the device has work until the next poll."""
+        self._hand_out(SOME)
         self._submit()
 
     def run(self) -> None:
@@ -113,11 +115,11 @@ class Pump:
         self._describe(np.array(again, np.int32), len(again))
         return results[~np.isin(tags, again)]
 
-    def _hand_out(self) -> int:
+    def _hand_out(self, most: int = ROUND) -> int:
         table = self._table
         if not table.deferred:
             return 0
-        n, never = table.launch(ROUND, self._ids)
+        n, never = table.launch(most, self._ids)
         self._fail(never)
         if n:
             self._describe(self._ids, n)

@@ -117,7 +117,7 @@ class Twin:
         self.orphans: list[tuple[int, Block]] = []  # due when
         self.deferred: list[Transfer] = []
         self.launched: list[Transfer] = []
-        self.now = self.clock = self.keep = 0
+        self.now = self.clock = self.keep = self.to_clean = 0
         self.count: Counter[str] = Counter()
         self.transfers, self.write_limit, self.clean_window = transfers, write_limit, clean_window
         self.spill, self.protect, self.checksums = spill, protect_unexpired, checksums
@@ -550,7 +550,7 @@ class Twin:
         self.detach(block, slot.tier)
         self.count["dropped_last"] += not block.alive
 
-    def host_room(self, want: int) -> list[Slot]:
+    def host_room(self, want: int, *, clean_later: bool = False) -> list[Slot]:
         if not self.slots[HOST] or not want:
             return []
         got = self.take(HOST, min(want, len(self.free(HOST))))
@@ -570,7 +570,10 @@ class Twin:
             self.leave(slot)
         self.count["evicted_host"] += len(chosen)
         if chosen:
+            self.to_clean += 2 * len(chosen) + 8
+        if not clean_later and chosen:
             self.clean(2 * len(chosen) + 8)
+            self.to_clean -= 2 * len(chosen) + 8
         return got + chosen
 
     def clean(self, most: int) -> None:
@@ -600,7 +603,7 @@ class Twin:
             for slot in free:
                 self.put_away(slot)
             return None
-        there = self.host_room(want - len(free))
+        there = self.host_room(want - len(free), clean_later=True)
         for slot, to in zip(chosen, there, strict=False):
             block = owner(slot)
             self.attach(block, to)
@@ -813,6 +816,8 @@ class Twin:
     def release(self, slots: list[Slot]) -> None:
         for slot in reversed(slots):
             self.unlease(slot)
+        self.clean(self.to_clean)
+        self.to_clean = 0
 
     def prefetch(self, keys: list[int], most: int) -> int:
         if not self.slots[HOST]:

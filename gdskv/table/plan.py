@@ -72,6 +72,7 @@ from .state import (
     SPILL_ALL,
     SPILL_REUSED,
     TENANT_LIMIT,
+    TO_CLEAN,
     UNLISTED,
     WRITE_LIMIT,
     XKEEP,
@@ -280,8 +281,9 @@ def _to_disk(a: Arrays, m: int) -> int:
 
 
 @jit
-def _host_room(a: Arrays, want: int) -> int:
-    """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or written there."""
+def _host_room(a: Arrays, want: int, clean_later: bool) -> int:
+    """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or written there. What
+    would leave next is written too: now, or when the next request is released."""
     if a.m[CAP + HOST] == 0 or want == 0:
         return 0
     free = min(want, a.m[NFREE + HOST])
@@ -306,7 +308,11 @@ def _host_room(a: Arrays, want: int) -> int:
         _take_leave(a, HOST, a.s[a.tmp[1, i]].entry)
     a.c[C_EVICTED + HOST] += got - free
     if got > free:
-        _clean(a, 2 * (got - free) + 8)
+        most = 2 * (got - free) + 8
+        if clean_later:
+            a.m[TO_CLEAN] += most
+        else:
+            _clean(a, most)
     return got
 
 
@@ -374,7 +380,7 @@ def _device_room(a: Arrays, want: int) -> bool:
         for i in range(free):
             slots.give(a, DEVICE, a.tmp[0, i])
         return False
-    there = _host_room(a, want - free)
+    there = _host_room(a, want - free, True)
     for i in range(there):
         d, h = a.tmp[0, free + i], a.tmp[1, i]
         n = a.s[d].entry
@@ -607,9 +613,13 @@ def commit(
 
 @jit
 def release(a: Arrays, held: np.ndarray, n: int) -> None:
-    """End a request's hold on its device slots; the first block ends up the most recently used."""
+    """End a request's hold on its device slots; the first block ends up the most recently used. Host blocks that are to
+    be written ahead of need are written now, because a request that begins waits and one that ends does not."""
     for i in range(n - 1, -1, -1):
         entries.unlease(a, DEVICE, held[i])
+    if a.m[TO_CLEAN] > 0:
+        _clean(a, a.m[TO_CLEAN])
+        a.m[TO_CLEAN] = 0
 
 
 @jit
@@ -624,7 +634,7 @@ def prefetch(a: Arrays, keys: np.ndarray, n: int, most: int, ents: np.ndarray, t
     got = 0
     a.m[XKEEP] = want
     if a.m[NXFREE] >= want:
-        got = _host_room(a, want)
+        got = _host_room(a, want, False)
     a.m[XKEEP] = 0
     k = 0
     for i in range(found):
@@ -730,7 +740,7 @@ def store(
             _guard(a, last, HOST, 1)
         _guard(a, last, DISK, 1)
         if top == HOST:
-            got = _host_room(a, missing)
+            got = _host_room(a, missing, False)
         else:
             got = _disk_room(a, min(missing, max(0, a.m[WRITE_LIMIT] - a.m[NWRITING])))
             slots.take(a, DISK, got, a.tmp[1], 0)

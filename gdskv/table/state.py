@@ -116,7 +116,7 @@ META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
     "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit "
-    "stripe journal jhead jtail"
+    "stripe journal jhead jtail to_clean"
 ).split()
 
 
@@ -133,7 +133,7 @@ def _places() -> dict[str, int]:
 _P = _places()
 CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
 NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
-JOURNAL, JHEAD, JTAIL = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"]
+JOURNAL, JHEAD, JTAIL, TO_CLEAN = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"], _P["TO_CLEAN"]
 REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
 NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
