@@ -188,7 +188,7 @@ def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
         order.enlist(a, DISK, base + c.slot)
         if order.orphan(a, e):
             entries.lose_sight(a, e)
-        _lift(a, e, c.tenant)
+        _lift(a, e, np.int64(c.tenant))
     a.c[C_RECOVERED] += back
     return back
 
