@@ -105,7 +105,7 @@ def serving_tier(a: Arrays, n: int) -> int:
     return NONE
 
 
-@jit
+@jit(inline="always")  # a call would count a reference to the array, with a locked instruction
 def _look_ahead(a: Arrays, keys: np.ndarray, i: int, n: int) -> None:
     """Key `i` of `n` is about to be looked up: misses of the cache for those after it shall overlap."""
     if i + index.AHEAD < n:
@@ -554,14 +554,14 @@ def _write_soon(a: Arrays, ents: np.ndarray, n: int) -> None:
 
 
 @jit
-def _enter(a: Arrays, keys: np.ndarray, i: int, parent: int) -> int:
-    """Entry of key `i`; made if need be."""
-    e = index.find(a, keys[i, 0], keys[i, 1])
+def _enter(a: Arrays, k0: np.uint64, k1: np.uint64, parent: int, root: bool) -> int:
+    """Entry of a key; made if need be."""
+    e = index.find(a, k0, k1)
     if e != NONE and order.forgotten(a, e, a.m[NOW]):
         entries.forget(a, e)
         e = NONE
     if e == NONE:
-        e = entries.create(a, keys[i, 0], keys[i, 1], parent, i == 0)
+        e = entries.create(a, k0, k1, parent, root)
         a.e[e].uses = np.uint32(1)
     else:
         entries.relink(a, parent, e)
@@ -592,7 +592,7 @@ def commit(
     for i in range(n):
         _look_ahead(a, keys, i, n)
         d = held[i]
-        e = _enter(a, keys, i, parent)
+        e = _enter(a, keys[i, 0], keys[i, 1], parent, i == 0)
         have = a.e[e].slot[DEVICE]
         if have == NONE:
             entries.attach(a, e, DEVICE, d, READY)
@@ -752,7 +752,7 @@ def store(
         e = index.find(a, keys[i, 0], keys[i, 1])
         if (e == NONE or order.forgotten(a, e, a.m[NOW])) and k == got:
             break
-        e = _enter(a, keys, i, parent)
+        e = _enter(a, keys[i, 0], keys[i, 1], parent, i == 0)
         if a.e[e].slot[HOST] == NONE and a.e[e].slot[DISK] == NONE:
             g = a.tmp[1, k]
             k += 1
