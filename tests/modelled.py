@@ -118,14 +118,15 @@ class Totals:
     """What all runs together have seen."""
 
     def __init__(self) -> None:
-        self.steps = self.runs = self.requests = self.verified = self.restarts = 0
+        self.steps = self.runs = self.requests = self.rejected = self.verified = self.restarts = 0
         self.faults = self.failed = self.wrong = self.stuck = self.leaks = 0
         self.found = [0, 0, 0]
 
     def __str__(self) -> str:
         device, host, disk = self.found
         return (
-            f"{self.steps:,} steps in {self.runs} runs, {self.requests:,} requests, {self.verified:,} blocks verified "
+            f"{self.steps:,} steps in {self.runs} runs, {self.requests:,} requests and {self.rejected:,} rejected, "
+            f"{self.verified:,} blocks verified "
             f"(found in device {device:,}, host {host:,}, disk {disk:,}); {self.faults:,} faults put in, "
             f"{self.failed:,} blocks lost in transfer and computed again, {self.restarts} restarts: "
             f"{self.wrong} wrong bytes, {self.stuck} stuck, {self.leaks} leaks"
@@ -240,8 +241,8 @@ class Run:
     def do_begin(self, step: Step) -> None:
         w = self.world
         doc = step.x % w.docs
-        most = min(w.device, 8) * TOKENS
-        length = 1 + step.y % most if step.y % 5 else most
+        blocks = 1 + step.y % max(1, min(w.device, 8) // (1, 2, 3)[step.z % 3])
+        length = blocks * TOKENS - (1 + step.z % (TOKENS - 1)) * (step.y % 4 == 0)  # the last may be partly filled
         tokens = document(doc, length)
         may_find = self.findable(tokens)
         must_find = self.promised(tokens)
@@ -249,6 +250,7 @@ class Run:
         answer = self.kv.begin(tokens, retention=(wish := self.wish(step.z)), now=self.now)
         if isinstance(answer, gdskv.Rejected):
             self.decisions.append(answer.reason)
+            self.totals.rejected += 1
             if idle and answer.reason != "transfers are in flight":
                 raise AssertionError(f"rejected with nothing leased: {answer} {self.kv.stats()}")
             return

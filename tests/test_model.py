@@ -17,16 +17,8 @@ from shuffled import shrink
 
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else ""
 SIZES = [
-    (1, 1, 1),
-    (1, 0, 1),
-    (2, 1, 1),
-    (1, 1, 8),
-    (4, 0, 0),
-    (4, 4, 0),
-    (4, 0, 16),
-    (3, 2, 5),
-    (5, 1, 12),
-    (8, 8, 32),
+    *[(1, 1, 1), (1, 0, 1), (2, 1, 1), (1, 1, 8), (4, 0, 0), (4, 4, 0), (4, 0, 16), (3, 2, 5), (5, 1, 12)],
+    *[(8, 8, 32), (8, 4, 64), (16, 8, 64)],
 ]
 
 
@@ -49,7 +41,7 @@ def some_world(rng: random.Random, folder: str = IN_MEMORY) -> World:
         tenant=rng.choice([0.5, 1.0]),
         write_queue=rng.choice([1, 3, 4096]),
         host_clean=rng.choice([0, 0.1, 1.0]),
-        docs=rng.choice([3, 12, 40]),
+        docs=rng.choice([3, 12, 24]),
         folder=folder,
     )
 
