@@ -40,6 +40,15 @@ def test_blocks_that_were_closed_come_back_with_their_bytes(tmp_path: Path) -> N
         assert kv.stats()["spills"] == 0
 
 
+def test_what_a_request_still_uses_is_written_at_close_too(tmp_path: Path) -> None:
+    with manager(tmp_path, disk=64) as kv:
+        engine = Engine(kv)
+        engine.run(0, 4 * TOKENS)
+        assert engine.begin(0, 4 * TOKENS).matched.device == 4 * TOKENS  # and never released
+    with manager(tmp_path, disk=64) as kv:
+        assert Engine(kv).run(0, 4 * TOKENS).matched.disk == 4 * TOKENS
+
+
 def test_what_was_on_disk_when_the_process_died_comes_back(tmp_path: Path) -> None:
     kv = manager(tmp_path, disk=64)
     engine = Engine(kv)

@@ -14,6 +14,7 @@ from . import entries, index, order, slots
 from .moves import issue
 from .notes import note_state
 from .state import (
+    BASE,
     C_CLEANED,
     C_COMMITTED,
     C_DROPPED_CLEAN,
@@ -345,6 +346,10 @@ def flush(a: Arrays, t: int, most: int) -> int:
     for i in range(a.m[NHEAP + t]):
         n = a.s[a.heap[a.m[HBASE + t] + i]].entry
         if m < most and a.e[n].slot[DISK] == NONE:
+            m = _gather(a, n, m)
+    for g in range(a.m[BASE + t], a.m[BASE + t] + a.m[CAP + t]):  # in use, or waiting for children: in no list
+        n = a.s[g].entry
+        if n != NONE and m < most and a.s[g].where < 0 and a.e[n].slot[DISK] == NONE and _worth(a, n):
             m = _gather(a, n, m)
     for q in range(LISTS - 1, -1, -1):
         g = a.ends[t, q, 1]
