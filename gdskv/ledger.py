@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gdskv._jit import jit
 from gdskv.directory import Directory, open_directories, records
 from gdskv.directory.directory import tenant_crc
-from gdskv.directory.records import IS_BAD, PRESENT, TO_FORGET
+from gdskv.directory.records import IDENTITY, IS_BAD, PRESENT, STATE_RECORD, TO_FORGET
 from gdskv.directory.verify import verify
 from gdskv.failing import Health
 from gdskv.io.base import TRANSFER, WRITE, Slab
@@ -25,31 +25,74 @@ from gdskv.pools.disk import SLAB_HEADER, DiskPool
 from gdskv.table import CHANGE, BlockTable
 
 ROUND = 512  # records brought up to date per call
+IDENTITY_BYTES, STATE_BYTES = IDENTITY.itemsize, STATE_RECORD.itemsize
 FILL = 1
 
 
 @jit
+def _in_runs(
+    slots: np.ndarray,
+    chosen: np.ndarray,
+    tag: int,
+    state: int,
+    first: int,
+    size: int,
+    offset: int,
+    address: np.uint64,
+    slab: int,
+    runs: np.ndarray,
+    pending: np.ndarray,
+    out: np.ndarray,
+    n: int,
+) -> int:
+    """Describe writes of the `chosen` slots' records, neighbours as one, behind the first `n` of `out`; how many there
+    are then. `slots` are in order."""
+    i = 0
+    while i < len(slots):
+        if not chosen[i]:
+            i += 1
+            continue
+        end = i + 1
+        while end < len(slots) and chosen[end] and slots[end] == slots[end - 1] + 1:
+            end += 1
+        slot, k = np.int64(slots[i]), np.int64(slots[i]) - first
+        o = out[n]
+        o.tag, o.op, o.slab, o.target = tag + 2 * slot + state, WRITE, slab, np.uint64(0)
+        o.offset, o.address, o.length = offset + k * size, address + np.uint64(k * size), (end - i) * size
+        runs[2 * slot + state] = end - i
+        for j in range(i, end):
+            pending[slots[j]] += 1
+        n += 1
+        i = end
+    return n
+
+
+@jit
 def _landed(
-    at: np.ndarray, moved: np.ndarray, pending: np.ndarray, failed: np.ndarray, done: np.ndarray
+    at: np.ndarray, moved: np.ndarray, runs: np.ndarray, pending: np.ndarray, failed: np.ndarray, done: np.ndarray
 ) -> tuple[int, int, int]:
-    """Results of records: twice the slot, plus one for a state, and bytes. Slots none of whose records is under way any
-    more go to `done`: those that are written to its head, the others to its end. How many of each, and of failures."""
+    """Results of runs of records: twice the first slot, plus one for states, and bytes. Slots none of whose records is
+    under way any more go to `done`: those that are written to its head, the others to its end. How many of each, and of
+    records that were not written."""
     good, lost, failures = 0, 0, 0
     for i in range(len(at)):
-        slot = at[i] >> 1
-        if moved[i] != (32 if at[i] & 1 else 64):
-            failures += 1
-            failed[slot] = True
-        pending[slot] -= 1
-        if pending[slot] != 0:
-            continue
-        if failed[slot]:
-            failed[slot] = False
-            lost += 1
-            done[len(done) - lost] = slot
-        else:
-            done[good] = slot
-            good += 1
+        n = np.int64(runs[at[i]])
+        bad = moved[i] != n * (STATE_BYTES if at[i] & 1 else IDENTITY_BYTES)
+        if bad:
+            failures += n
+        for slot in range(at[i] >> 1, (at[i] >> 1) + n):
+            if bad:
+                failed[slot] = True
+            pending[slot] -= 1
+            if pending[slot] != 0:
+                continue
+            if failed[slot]:
+                failed[slot] = False
+                lost += 1
+                done[len(done) - lost] = slot
+            else:
+                done[good] = slot
+                good += 1
     return good, lost, failures
 
 
@@ -112,6 +155,9 @@ class Ledger:
         self._of_crc: dict[int, int] = {0: 0}
         self._names: list[str] = []
         self._pending = np.zeros(pool.blocks, np.uint8)  # records of a slot being written
+        self._runs = np.zeros(2 * pool.blocks, np.uint16)  # records of a write, by twice its first slot, + 1 for states
+        self._done = np.empty(pool.blocks, np.int32)
+        self._out = np.zeros(2 * ROUND, TRANSFER)
         self._failed = np.zeros(pool.blocks, np.bool_)
         self._behind = np.zeros(pool.blocks, np.bool_)  # records that wait until their directory takes writes again
         self.health = Health(pool.first_slot, pool.blocks)
@@ -233,30 +279,26 @@ class Ledger:
                 closed = self.health.closed(changes["slot"])
                 self._hold(table, changes["slot"][closed])
                 changes = changes[~closed]
-            for index, directory in enumerate(self.directories):
-                lo, hi = np.searchsorted(changes["slot"], [directory.first, directory.first + directory.blocks])
-                if lo == hi:
-                    continue
-                part = changes[lo:hi]
-                directory.encode(part, self._now_to_wall, now, self._crcs)
-                filled = part["slot"][(part["what"] & FILL) != 0]
-                out.append(self._writes(table, index, directory, filled, False))
-                out.append(self._writes(table, index, directory, part["slot"], True))
-                self._pending[part["slot"]] = 1
-                self._pending[filled] += 1
+            out.append(self._writes(table, changes, now))
         if self._durable and self._unsynced and not self._syncing:
             out.append(self._syncs(table))
-        return np.concatenate(out) if out else np.zeros(0, TRANSFER)
+        return out[0] if len(out) == 1 else np.concatenate(out) if out else np.zeros(0, TRANSFER)
 
-    def _writes(
-        self, table: BlockTable, index: int, directory: Directory, slots: NDArray[np.int32], state: bool
-    ) -> NDArray[Any]:
-        out = np.zeros(len(slots), TRANSFER)
-        out["tag"] = table.transfers + 2 * slots.astype(np.int64) + state
-        out["op"] = WRITE
-        out["slab"] = len(self.directories) * (2 if state else 1) + index
-        out["offset"], out["address"], out["length"] = directory.places(slots, state)
-        return out
+    def _writes(self, table: BlockTable, changes: NDArray[Any], now: int) -> NDArray[Any]:
+        n = 0
+        for index, directory in enumerate(self.directories):
+            lo, hi = np.searchsorted(changes["slot"], [directory.first, directory.first + directory.blocks])
+            if lo == hi:
+                continue
+            part = changes[lo:hi]
+            directory.encode(part, self._now_to_wall, now, self._crcs)
+            slots = np.ascontiguousarray(part["slot"])
+            for state, chosen in ((0, (part["what"] & FILL) != 0), (1, np.ones(len(part), np.bool_))):
+                offset, address, size = directory.records_at(state == 1)
+                slab = len(self.directories) * (1 + state) + index
+                where = (table.transfers, state, directory.first, size, offset, address, slab)
+                n = _in_runs(slots, chosen, *where, self._runs, self._pending, self._out, n)
+        return self._out[:n]
 
     def _syncs(self, table: BlockTable) -> NDArray[Any]:
         """A flush of every file: writes of no bytes."""
@@ -279,8 +321,8 @@ class Ledger:
             elif not self._syncing:
                 self.durable_records += self._sync_batch
             at, results = at[~syncs], results[~syncs]
-        done = np.empty(len(at), np.int32)
-        good, lost, failed = _landed(at, results["moved"], self._pending, self._failed, done)
+        done = self._done
+        good, lost, failed = _landed(at, results["moved"], self._runs, self._pending, self._failed, done)
         self.failed_records += failed
         if lost:
             slots = done[len(done) - lost :]

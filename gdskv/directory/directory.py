@@ -157,12 +157,10 @@ class Directory:
             )
         )
 
-    def places(self, slots: NDArray[np.int32], state: bool) -> tuple[NDArray[np.int64], NDArray[np.uint64], int]:
-        """Offset in the file and address in memory of slots' records, and their length."""
+    def records_at(self, state: bool) -> tuple[int, np.uint64, int]:
+        """Offset in the file and address in memory of the first slot's record, and the length of each."""
         array = self.states if state else self.identities
-        size = array.dtype.itemsize
-        k = slots.astype(np.int64) - self.first
-        return HEADER + k * size, np.uint64(array.ctypes.data) + (k * size).astype(np.uint64), size
+        return HEADER, np.uint64(array.ctypes.data), array.dtype.itemsize
 
     def close(self, *, clean: bool, tenants: Sequence[str], written: int, read_: int) -> None:
         """Say that everything is written, and let the files go."""

@@ -86,18 +86,19 @@ class Tape(NamedTuple):
         """Keys of blocks whose payload and record a cut cannot undo, and to whose slots nothing was done since."""
         synced = self.synced(cut)
         payload: dict[int, int] = {}
-        record: dict[int, int] = {}
+        record: dict[int, tuple[int, int]] = {}  # number of the write, and place in it: neighbours are written as one
         for number, write in enumerate(self.writes):
             if write.handed >= cut or not write.content:
                 continue
             if write.file == 0:
                 payload[(write.offset - 4096) // 4096] = number
             elif write.file == 1:
-                record[(write.offset - 4096) // 64] = number
+                for i in range(len(write.content) // 64):
+                    record[(write.offset - 4096) // 64 + i] = (number, i)
         keys = set()
-        for slot, number in record.items():
+        for slot, (number, i) in record.items():
             if synced[number] and slot in payload and synced[payload[slot]]:
-                r = np.frombuffer(self.writes[number].content, IDENTITY)[0]
+                r = np.frombuffer(self.writes[number].content, IDENTITY)[i]
                 if r["flags"] & PRESENT:
                     keys.add((int(r["k0"]), int(r["k1"])))
         return keys
