@@ -10,6 +10,7 @@ import pytest
 from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, tokens
 
 import gdskv
+from gdskv.directory.directory import HEADER
 
 
 def manager(tmp_path: Path, *, wall: float = 1000.0, now: float = 0.0, **more: Any) -> gdskv.BlockManager:
@@ -95,6 +96,20 @@ def test_a_clock_that_steps_back_neither_revives_nor_loses(tmp_path: Path) -> No
         assert kv.match(tokens(0, 2 * TOKENS), now=0) == (0, 0, 0)
         assert kv.match(tokens(1, 2 * TOKENS), now=0).disk == 2 * TOKENS
         assert kv.stats()["retained"] == 2
+
+
+def test_a_block_to_be_forgotten_whose_deadline_is_lost_is_not_served(tmp_path: Path) -> None:
+    with manager(tmp_path, disk=64) as kv:
+        engine = Engine(kv)
+        engine.run(0, 2 * TOKENS, retention=gdskv.Retention(ttl=1000, on_expiry="forget"))
+        engine.run(1, 2 * TOKENS, retention=gdskv.Retention(ttl=1000))
+    (states,) = tmp_path.rglob("state.dir")
+    states.write_bytes(states.read_bytes()[:HEADER].ljust(states.stat().st_size, b"\0"))
+    with manager(tmp_path, disk=64) as kv:
+        assert kv.match(tokens(0, 2 * TOKENS), now=0) == (0, 0, 0)
+        assert kv.match(tokens(1, 2 * TOKENS), now=0).disk == 2 * TOKENS
+        assert kv.stats()["retained"] == 0
+        kv.check()
 
 
 def test_a_larger_disk_keeps_all_and_a_smaller_one_the_most_valuable(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ IDENTITY = np.dtype(
         ("written", "<i8"),  # wall clock, ns
         ("crc", "<u4"),  # CRC-32C of the payload
         ("length", "<u4"),  # bytes of the payload
-        ("flags", "<u2"),  # PRESENT: else the slot is free; IS_ROOT, IS_BAD
+        ("flags", "<u2"),  # PRESENT: else the slot is free; IS_ROOT, IS_BAD, TO_FORGET as it was at the fill
         ("version", "<u2"),
         ("check", "<u4"),  # CRC-32C of the 60 bytes before, started with the slot's number
     ]
@@ -101,7 +101,7 @@ def encode(
             r = identities[k]
             r.k0, r.k1, r.p0, r.p1 = c.k0, c.k1, c.p0, c.p1
             r.fill, r.written, r.crc, r.length = fill, wall, c.crc, length
-            r.flags, r.version = c.flags & (PRESENT | IS_ROOT | IS_BAD), VERSION
+            r.flags, r.version = c.flags & (PRESENT | IS_ROOT | IS_BAD | TO_FORGET), VERSION
             fill += 1
             r.check = _check(id_at + np.uint64(64 * k), 60, k)
         s = states[k]
@@ -118,7 +118,8 @@ def decode(
     identities: np.ndarray, states: np.ndarray, n: int, length: int, out: np.ndarray
 ) -> tuple[int, np.uint64, np.int64]:
     """Read `n` slots' records. Those that hold a block, or are out of use, go to `out`. A block whose state is torn or
-    of an earlier fill has default retention. Returns how many, the highest number of a fill, and the latest time."""
+    of an earlier fill has default retention, or, where it was to be forgotten, is past its deadline, as nobody knows
+    that. Returns how many, the highest number of a fill, and the latest time."""
     id_at = np.uint64(identities.ctypes.data)
     state_at = np.uint64(states.ctypes.data)
     found, fill, written = 0, np.uint64(0), np.int64(0)
@@ -141,6 +142,8 @@ def decode(
             o.deadline, o.last, o.uses, o.tenant = s.deadline, s.last, s.uses, s.tenant
             o.priority = min(s.priority, 100)
             o.flags = o.flags | (s.flags & (TO_FORGET | NOT_KEPT))
+        elif r.flags & TO_FORGET:
+            o.deadline, o.flags = 1, o.flags | TO_FORGET
         found += 1
     return found, fill, written
 
