@@ -73,6 +73,8 @@ class Request:
     def _recall(self, wish: Wish, now: int) -> None:
         """Put what is left of that in the place of a new wish: a later commit neither extends it nor takes it back."""
         n = min(self._committed, len(wish.ttl))
+        if n == 0:
+            return
         left = np.maximum(self._deadline - now, 0)[:n]
         live = self._kept[:n] & (left > 0)
         after = ~left if wish.forget else np.zeros_like(left)

@@ -143,7 +143,11 @@ class Retention:
         ttl_ns : numpy.ndarray
             int64, shape ``(n_blocks,)``, nanoseconds; 0 is none.
         """
-        first_token = np.arange(first_block, first_block + n_blocks, dtype=np.int64) * tokens_per_block
+
+        def at(token: int) -> int:
+            """First of the blocks that begins at or behind a token."""
+            return min(max(-(-token // tokens_per_block) - first_block, 0), n_blocks)
+
         priority = np.full(n_blocks, DEFAULT_PRIORITY, dtype=np.uint8)
         ttl_ns = np.zeros(n_blocks, dtype=np.int64)
         if self.ranges:
@@ -152,10 +156,9 @@ class Retention:
             parts = [(0, self.retain_until_token, self.priority, self.ttl)]
         for start, end, part_priority, ttl in parts:
             last = prompt_tokens if end is None else min(end, prompt_tokens)
-            low, high = np.searchsorted(first_token, (start, last))
-            priority[low:high] = part_priority
-            ttl_ns[low:high] = _nanoseconds("ttl", ttl)
-        decoded = np.searchsorted(first_token, prompt_tokens)
+            priority[at(start) : at(last)] = part_priority
+            ttl_ns[at(start) : at(last)] = _nanoseconds("ttl", ttl)
+        decoded = at(prompt_tokens)
         priority[decoded:] = self.decode_priority
         ttl_ns[decoded:] = _nanoseconds("decode_ttl", self.decode_ttl)
         return priority, ttl_ns

@@ -37,6 +37,9 @@ Keys = NDArray[np.uint64]
 Wrap = Callable[[IOEngine], IOEngine]
 
 
+_NO_WISH = Retention()
+
+
 class Rejected(NamedTuple):
     """Why a request was not taken, decided at once: what is short, how much there is, how much is in use."""
 
@@ -443,7 +446,7 @@ class KVStore:
 
     def resolve(self, retention: Retention | None, blocks: int, prompt_tokens: int) -> Wish:
         """What a request's retention means for each of its blocks."""
-        r = retention if retention is not None else Retention()
+        r = retention if retention is not None else _NO_WISH
         priority, ttl = r.resolve(blocks, self.layout.tokens_per_block, prompt_tokens)
         tenant = self.ledger.tenant(self.table, r.tenant) if self.ledger is not None else self.table.tenant(r.tenant)
         return Wish(priority, ttl, (r.on_expiry or self.config.on_expiry) == "forget", tenant)
