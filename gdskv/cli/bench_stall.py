@@ -40,11 +40,11 @@ class Shape:
     request: int = 1000
     found: int = 600  # leading blocks of a request that an earlier one had, and that are on disk by now
     documents: int = 12  # asked in turn; in between, more blocks pass than memory holds
-    flying: int = 3  # requests in flight
+    flying: int = 5  # requests in flight
 
     @property
     def device(self) -> int:
-        return 5 * self.request
+        return 6 * self.request
 
     @property
     def host(self) -> int:
