@@ -29,6 +29,7 @@ class World(NamedTuple):
     device: int = 4
     host: int = 4
     disk: int = 16
+    directories: int = 1
     read_faults: float = 0.0
     """Share of reads that fail, come short or lie."""
     write_faults: float = 0.0
@@ -158,6 +159,9 @@ class Run:
     def open(self) -> None:
         """A manager on the run's folder, at the run's time."""
         w = self.world
+        folders = [self.folder / str(i) for i in range(w.directories)]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
         self.kv = gdskv.BlockManager(
             config(
                 self.folder,
@@ -174,7 +178,7 @@ class Run:
                 read_threads=1,
                 write_threads=1,
                 io_timeout=1e6 if w.patient else 30.0,
-            ),
+            ).model_copy(update={"directories": tuple(folders)} if w.disk else {}),
             LAYOUT,
             NAMESPACE,
             now=self.now,

@@ -29,6 +29,7 @@ def some_world(rng: random.Random, folder: str = IN_MEMORY) -> World:
         device,
         host,
         disk,
+        directories=rng.choice([1, 1, 2]) if disk > 2 else 1,
         read_faults=rng.choice([0, 0, 0.1, 0.4]),
         write_faults=rng.choice([0, 0, 0, 0.1, 0.5]),
         copy_faults=rng.choice([0, 0, 0, 0.1]),
