@@ -15,7 +15,17 @@ from numba import types
 from gdskv._jit import jit
 from gdskv.io.atomics import load_i32
 
-__all__ = ["errno_now", "fdatasync", "memcpy", "monotonic_ns", "preadv", "pwritev", "sleep_while_equal", "wake"]
+__all__ = [
+    "errno_now",
+    "fdatasync",
+    "memcpy",
+    "monotonic_ns",
+    "preadv",
+    "pwritev",
+    "sleep_while_equal",
+    "step_aside",
+    "wake",
+]
 
 _FUTEX = {"x86_64": 202}.get(platform.machine(), 98)  # 98: aarch64, riscv64 and later ports
 _FUTEX_WAIT_PRIVATE = 128
@@ -37,6 +47,8 @@ memcpy = _libc("memcpy", _pointer, _pointer, _pointer, _size)
 """``memcpy(target, source, length)``."""
 fdatasync = _libc("fdatasync", _int, _int)
 """``fdatasync(fd)``: what was written to the file survives a power cut."""
+step_aside = _libc("sched_yield", _int)
+"""``sched_yield()``: a thread that waits for this processor goes first; returns at once where none does."""
 _errno_location = _libc("__errno_location", _pointer)
 _clock_gettime = _libc("clock_gettime", _int, _int, _pointer)
 _syscall = _libc("syscall", _long, _long, _pointer, _long, _long, _pointer, _pointer, _long)

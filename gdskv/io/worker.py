@@ -13,7 +13,17 @@ from gdskv._jit import jit
 from gdskv.io.atomics import cas, exchange, fetch_add, load_acquire
 from gdskv.io.base import COPY, READ, WRITE
 from gdskv.io.crc import crc32c_at
-from gdskv.io.libc import errno_now, fdatasync, memcpy, monotonic_ns, preadv, pwritev, sleep_while_equal, wake
+from gdskv.io.libc import (
+    errno_now,
+    fdatasync,
+    memcpy,
+    monotonic_ns,
+    preadv,
+    pwritev,
+    sleep_while_equal,
+    step_aside,
+    wake,
+)
 from gdskv.io.queues import (
     CANCELLED,
     CLAIMED,
@@ -49,6 +59,18 @@ _GENTLE = np.int64(684 << 10)
 _GENTLE_NS = 100_000_000
 _READS_A_WRITE = 4
 _ALL = 1 << 30  # sleepers: wake every one
+# Bytes that a worker copies or sums before it offers its processor to others. The system looks only at its tick, every
+# 4 ms, and where processors are few the calling thread would wait as long in the middle of a call.
+_STRIDE = np.int64(1 << 20)
+
+
+@jit(nogil=True)
+def _offer(since: int) -> int:
+    """Let others have the processor after a stride of bytes; return how many there are since the last time."""
+    if since < _STRIDE:
+        return since
+    step_aside()
+    return 0
 
 
 @jit(nogil=True)
@@ -214,7 +236,7 @@ def _settle(
     kind: int, first: int, count: int, moved: int, why: int, descriptors: Records, link: Words, checksums: bool
 ) -> int:
     """Give each member its bytes, in order, and its checksum; return how many are whole."""
-    whole = 0
+    whole = since = 0
     d = first
     for _ in range(count):
         length = descriptors["length"][d]
@@ -225,6 +247,7 @@ def _settle(
             descriptors["moved"][d] = got
             if kind == READ and checksums:
                 descriptors["crc"][d] = crc32c_at(descriptors["address"][d], length)
+                since = _offer(since + length)
         else:
             descriptors["moved"][d] = -why if why != 0 else got
         d = link[d]
@@ -248,10 +271,12 @@ def _move(
     """Read or write what is claimed of a group."""
     stopping = len(shared) - LINE + STOP
     if kind == WRITE and checksums:
+        since = 0
         d = group
         while d >= 0 and load_acquire(shared, stopping) == 0:
             if state[d] == CLAIMED:
                 descriptors["crc"][d] = crc32c_at(descriptors["address"][d], descriptors["length"][d])
+                since = _offer(since + descriptors["length"][d])
             d = link[d]
     pieces = len(vectors)
     d = group
@@ -275,6 +300,7 @@ def _move(
 
 @jit(nogil=True)
 def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: Words) -> None:
+    since = 0
     d = group
     while d >= 0:
         if state[d] == CLAIMED:
@@ -285,6 +311,7 @@ def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: W
                 memcpy(descriptors["target"][d], descriptors["address"][d], length)
             descriptors["moved"][d] = length
             counts[_CALLS] += 1
+            since = _offer(since + length)
         d = link[d]
 
 
