@@ -35,7 +35,8 @@ DEPTH = 16
 DEPTHS = (1, 4, 64)  # besides, for extents
 SINGLE = 64 << 10  # single reads, whose latency counts
 SINGLES = 1500  # of them in a round
-SHORT_PAUSE_S, LONG_PAUSE_S = 0.0002, 0.0005  # between polls; the long one where much is in flight
+SHORT_PAUSE_S, LONG_PAUSE_S = 0.0002, 0.002  # between polls; the long one, still less than a step of an engine, where
+# much is in flight: with .5 ms the polls themselves took most of the processor time that was measured
 SHORT_S, LONG_S = 0.2, 0.5  # a run; one of those that matter most
 
 
