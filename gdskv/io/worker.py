@@ -51,8 +51,6 @@ COUNTED = ("transfers", "calls", "bytes", "errors", "short")
 _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
 
 _WHOLE = np.int64(1 << 40)  # bytes: more than any group
-# Bytes of a call: the system pins all its pages without a pause, and the calling thread may wait for its processor
-_MOST = np.int64(2 << 20)
 # While a lane's reads come, its writes go one at a time and in calls of a third of the largest extent: what a read
 # finds before it in the device's own queue is then at most one of these. Smaller calls make the tail of reads little
 # shorter and writes much slower, whole extents the other way round. Where many reads are queued a write more is little
@@ -214,7 +212,7 @@ def _call(
             if turn > 0:
                 _end_turn(shared, lane)
             return moved, errno.ECANCELED
-        most = turn if turn > 0 else _MOST
+        most = turn if turn > 0 else _WHOLE
         n = _gather(first, moved, most, total, descriptors, link, vectors)
         if kind == READ:
             done = preadv(fd, vectors.ctypes.data, n, offset + moved)
