@@ -174,6 +174,10 @@ class Ledger:
         both = [d.slabs(self._pool.slabs[i].lane) for i, d in enumerate(self.directories)]
         return [b[0] for b in both] + [b[1] for b in both]
 
+    def threads(self) -> list[tuple[int, int]]:
+        """Threads to read and to write with, per directory; 0 where nobody knows."""
+        return [d.threads() for d in self.directories]
+
     def tenant(self, table: BlockTable, name: str) -> int:
         """The table's number of a tenant; the same as before a restart."""
         crc = tenant_crc(name)
@@ -359,8 +363,15 @@ class Ledger:
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
         read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))
-        for directory in self.directories:
-            directory.close(clean=clean, tenants=self._names, written=written // share, read_=read // share)
+        for directory, state in zip(self.directories, self.health.states, strict=True):
+            directory.close(
+                clean=clean,
+                tenants=self._names,
+                written=written // share,
+                read_=read // share,
+                errors=state.write_errors,
+                closures=state.closures,
+            )
 
     def abandon(self) -> None:
         """Let the files go as they are: a device still holds transfers."""

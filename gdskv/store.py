@@ -233,11 +233,12 @@ class KVStore:
             return NullEngine(queue_depth=c.queue_depth)
         if isinstance(io, str):
             raise ConfigError(f'io="{io}" is not an engine. Leave it out, or give "null" for decisions only.')
-        slabs, records = [], []
+        slabs, records, places = [], [], []
         if self.disk_pool is not None and self.ledger is not None:
             slabs, records = self.disk_pool.slabs, self.ledger.slabs()
+            places = [d.path for d in self.disk_pool.directories]
         engine, self.modes = open_engine(
-            c, slabs, records, [d.path for d in self.disk_pool.directories] if self.disk_pool else [], device_pool
+            c, slabs, records, places, device_pool, self.ledger.threads if self.ledger is not None else list
         )
         return io(engine) if io is not None else engine
 

@@ -72,6 +72,13 @@ def test_io_refuses_what_it_cannot_measure(gdskv: Command, arguments: tuple[str,
     assert says in " ".join(answer.err.split())
 
 
+@pytest.mark.parametrize("bench", ["io", "stall", "busy", "recovery"])
+def test_a_directory_that_is_not_there_is_named(gdskv: Command, tmp_path: Path, bench: str) -> None:
+    answer = gdskv("bench", bench, "--dir", tmp_path / "none")
+    assert answer.code != 0 and answer.out == ""
+    assert f"--dir={tmp_path / 'none'}: no folder can be made in it: No such file" in answer.err
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not here")
 def test_fio_reads_and_writes_the_file(tmp_path: Path) -> None:
     file = tmp_path / "file"

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command import Command
 from doubles import Fail, FaultEngine, _Wrapper
 from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, tokens
 
 import gdskv
+from gdskv.doctor.history import history
 from gdskv.io.base import READ, WRITE, IOEngine, Results, Transfers
 
 Rule = Callable[[np.void], Fail | None]
@@ -93,6 +95,27 @@ def test_a_directory_that_works_again_is_written_again_and_its_records_are_whole
     again = manager(tmp_path)
     with again.kv:
         assert again.kv.store.ledger.recovered.blocks >= used
+
+
+def test_doctor_and_inspect_tell_what_earlier_owners_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = manager(tmp_path, Broken())
+    with engine.kv:
+        for doc in range(4):
+            engine.run(doc, 8 * TOKENS)
+        engine.drain()
+        stats = engine.kv.stats()
+    bad, good = engine.kv.store.config.directories
+    command = Command(monkeypatch, capsys)
+    (entry,) = command("inspect", bad, "--json").json["namespaces"]
+    assert (entry["write_errors"], entry["read_only_periods"]) == (stats["write_errors"], stats["read_only_periods"])
+    assert [finding.value for finding in history(bad)] == [
+        f"{stats['write_errors']} writes failed and it was read-only {stats['read_only_periods']} times, "
+        "as of the last close"
+    ]
+    assert history(good) == history(tmp_path / "none") == []
+    assert "remedy: look at the drive" in command("doctor", bad).out
 
 
 def test_a_directory_that_stays_broken_is_tried_less_and_less_often(tmp_path: Path) -> None:

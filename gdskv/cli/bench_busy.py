@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -40,9 +39,9 @@ def busy(
     blocks = min(BLOCKS, int(size_gib * (1 << 30)) // BLOCK)
     results = []
     with (
-        TemporaryDirectory(prefix="gdskv-bench-", dir=directory) as folder,
+        console.workplace(directory) as folder,
         console.progress("bench busy", 2 + 2 * ROUNDS) as step,
-        opened(Path(folder), int(size_gib * (1 << 30)) // BLOCK * BLOCK, BLOCK * blocks // 16, step) as bench,
+        opened(folder, int(size_gib * (1 << 30)) // BLOCK * BLOCK, BLOCK * blocks // 16, step) as bench,
     ):
         for name, op in (("read", READ), ("write", WRITE)):
             run = partial(stream, bench.engine, (op,), 0, bench.area, bench.memory, blocks * BLOCK)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +23,7 @@ from gdskv.cli.benchlib import Result
 if TYPE_CHECKING:
     from gdskv.cli.reference import Moved, Reference
     from gdskv.io.base import IOEngine
+    from gdskv.io.tuning import Threads
 
 __all__ = ["Bench", "compared", "io", "opened"]
 
@@ -71,7 +71,7 @@ def io(
     with ExitStack() as stack:
         if plot is not None:
             benchlib.pyplot()  # says now what is missing, not in the end
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="gdskv-bench-", dir=directory)))
+        folder = stack.enter_context(console.workplace(directory))
         figures = 2 * len({*blocks, EXTENT}) + 2 * len(DEPTHS) + 7
         step = stack.enter_context(console.progress("bench io", 2 + figures * ROUNDS))
         with opened(folder, size, max(blocks), step) as bench:
@@ -98,6 +98,7 @@ class Bench:
     area: tuple[int, int]
     """Bytes of the slab that may be used."""
     place: dict[str, str]
+    threads: Threads
     first_gb_s: float
     again_gb_s: float
     step: Callable[[int], None]
@@ -110,6 +111,7 @@ class Bench:
             "rounds": ROUNDS,
             "file_bytes": self.area[1],
             "directory": self.place,
+            "threads": {"read": self.threads.read, "write": self.threads.write},
         }
 
     def run(
@@ -171,6 +173,7 @@ def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -
     import numpy as np
 
     from gdskv.cli.reference import choose
+    from gdskv.io import tuning
     from gdskv.io.base import WRITE
     from gdskv.io.measure import stream
     from gdskv.io.posix import PosixEngine
@@ -192,7 +195,11 @@ def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         small = np.frombuffer(pages, np.uint8)
         small[:] = 1
-        engines = [PosixEngine(disk.slabs, checksums=checksums) for checksums in (True, False)]
+        threads = tuning.measure(disk.slabs[0].fd, SLAB_HEADER)  # as a store does it when a directory is new
+        engines = [
+            PosixEngine(disk.slabs, checksums=c, read_threads=threads.read, write_threads=threads.write)
+            for c in (True, False)
+        ]
         for engine in engines:
             stack.callback(engine.close, 10.0)
         area = (SLAB_HEADER, disk.slabs[0].size)
@@ -204,7 +211,17 @@ def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -
         reference = choose(folder / digest.hex() / SLAB_NAME, area[1], info.mode == "direct")
         place = console.places([info])[0]
         yield Bench(
-            engines[0], engines[1], reference, device.base, small.ctypes.data, area, place, rates[0], rates[1], step
+            engines[0],
+            engines[1],
+            reference,
+            device.base,
+            small.ctypes.data,
+            area,
+            place,
+            threads,
+            rates[0],
+            rates[1],
+            step,
         )
         del small
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,10 +36,10 @@ def recovery(
     results = []
     with (
         console.progress("bench recovery", len(sizes) * 2 * (ROUNDS + 1)) as step,
-        TemporaryDirectory(prefix="gdskv-bench-", dir=directory) as root,
+        console.workplace(directory) as root,
     ):
         for n in sizes:
-            results.append(measure(Path(root) / str(n), n, step))
+            results.append(measure(root / str(n), n, step))
     benchlib.show("recovery", results, json=json, rounds=ROUNDS)
 
 

@@ -9,11 +9,9 @@ import gc
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,7 +68,7 @@ def stall(
     Figures count only if no request was rejected and no block shed.
     """
     shape = Shape(blocks, blocks * 6 // 10)
-    with _directory(directory) as place, console.progress("bench stall", len(PACES) * ROUNDS + 1) as step:
+    with console.workplace(directory) as place, console.progress("bench stall", len(PACES) * ROUNDS + 1) as step:
         figures = _run(place, shape, requests, step)
     if not json:
         counts = figures["counts"]
@@ -84,13 +82,6 @@ def stall(
     benchlib.show("stall", results, json=json, **figures)
     if figures["counts"]["rejected"] or figures["counts"]["shed"]:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _directory(given: Path | None) -> Iterator[Path]:
-    """A folder of our own in the given directory, or a temporary one; nothing of it is left."""
-    with TemporaryDirectory(prefix="gdskv-bench-", dir=given) as folder:
-        yield Path(folder)
 
 
 class Late:

@@ -9,15 +9,19 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gdskv.errors import ConfigError
+
 if TYPE_CHECKING:
     from gdskv.pools.disk import DirectoryInfo
 
-__all__ = ["out", "places", "print_error", "print_json", "print_places", "progress"]
+__all__ = ["out", "places", "print_error", "print_json", "print_places", "progress", "workplace"]
 
 out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -43,6 +47,25 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, *times, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
+
+
+@contextmanager
+def workplace(directory: Path | None) -> Iterator[Path]:
+    """A folder for a bench in the directory that was given, or a temporary one; nothing of it is left.
+
+    Raises
+    ------
+    ConfigError
+        There can be no folder in that directory.
+    """
+    try:
+        folder = TemporaryDirectory(prefix="gdskv-bench-", dir=directory)
+    except OSError as error:
+        raise ConfigError(
+            f"--dir={directory}: no folder can be made in it: {error.strerror}. Name a directory that can be written."
+        ) from None
+    with folder as name:
+        yield Path(name)
 
 
 def places(directories: Iterable[DirectoryInfo]) -> list[dict[str, str]]:

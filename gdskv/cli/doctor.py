@@ -86,6 +86,7 @@ def _gpus() -> list[dict[str, object]]:
 
 def _directory(name: str) -> dict[str, Any]:
     from gdskv.doctor import findings
+    from gdskv.doctor.history import history
     from gdskv.doctor.trial import trial
 
     where = findings.place(os.path.realpath(name))
@@ -101,6 +102,7 @@ def _directory(name: str) -> dict[str, Any]:
         "numa": where.numa,
         "findings": [finding._asdict() for finding in where.findings],
     }
+    entry["findings"] += [finding._asdict() for finding in history(Path(name))]
     try:
         result = trial(name)
     except OSError as error:
@@ -110,7 +112,8 @@ def _directory(name: str) -> dict[str, Any]:
         )
         return entry
     entry |= {"mode": result.mode.name, "why": result.mode.why, "o_direct": result.o_direct}
-    return entry | {"write": result.write, "read": result.read}
+    threads = {"read": result.threads.read, "write": result.threads.write}
+    return entry | {"write": result.write, "read": result.read, "threads": threads}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -127,6 +130,8 @@ def _print(report: dict[str, Any]) -> None:
     for entry in report["directories"]:
         speeds = f"write {entry['write'] / 1e9:.1f} GB/s  read {entry['read'] / 1e9:.1f} GB/s"
         line(f"{entry['path']}  {entry['mode']}  {entry['why']}  {speeds}  {entry['file_system']} {entry['device']}")
+        if "threads" in entry:
+            line("  threads that bring most: {read} to read, {write} to write".format(**entry["threads"]))
         for finding in entry["findings"]:
             _finding(line, finding)
     for name, setting in report.get("settings", {}).items():

@@ -94,6 +94,9 @@ def _describe(held: Held) -> dict[str, Any]:
         "opened": block.opened / 1e9,
         "bytes_written": block.bytes_written,
         "bytes_read": block.bytes_read,
+        "write_errors": block.write_errors,
+        "read_only_periods": block.closures,
+        "threads": {"read": block.read_threads, "write": block.write_threads},
         "ages": _histogram((now - there["written"]) / 1e9),
         "deadlines": _histogram((live["deadline"] - now) / 1e9)
         | {"passed": int(((there["deadline"] != 0) & (there["deadline"] <= now)).sum())}
@@ -182,6 +185,9 @@ def _show(result: dict[str, Any]) -> None:
             + (", closed" if entry["closed"] else ", in use or not closed"),
             "lifetime": f"{format_size(entry['bytes_written'])} written, {format_size(entry['bytes_read'])} read "
             "as of the last close",
+            "faults": f"{entry['write_errors']:,} writes failed, read-only {entry['read_only_periods']} times "
+            "as of the last close",
+            "threads": _threads(**entry["threads"]),
             "age": _words(entry["ages"]),
             "deadline": _words(entry["deadlines"]),
         }
@@ -189,6 +195,10 @@ def _show(result: dict[str, Any]) -> None:
             facts["verified"] = f"{entry['verified']['good']:,} good, {entry['verified']['bad']:,} bad"
         for name, value in facts.items():
             line(f"  {name:<9} {value}")
+
+
+def _threads(read: int, write: int) -> str:
+    return f"{read} to read and {write} to write, measured" if read else "not measured"
 
 
 def _words(histogram: dict[str, int]) -> str:

@@ -6,6 +6,7 @@ Knows its files beside the slab. Hands transfers to whoever owns the engine; wai
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import uuid
@@ -20,13 +21,19 @@ from gdskv.directory import records
 from gdskv.directory.records import IDENTITY, REMEMBERED, STATE_RECORD
 from gdskv.directory.superblock import Superblock, read
 from gdskv.errors import DirectoryError
+from gdskv.io import tuning
 from gdskv.io.base import Slab
 from gdskv.io.crc import crc32c_bytes
-from gdskv.pools.disk import DiskPool, preallocate, read_uuid, write_uuid
+from gdskv.pools.disk import SLAB_HEADER, DiskPool, preallocate, read_uuid, write_uuid
 
 IDENTITIES, STATES = "slots.dir", "state.dir"
+MEASURED = 1 << 30
+"""Bytes of a slab from which on threads are chosen by measurement: it writes 64 MiB a few times over."""
 HEADER = 4096
 """Bytes before the first record: the uuid of the slab that the records belong to."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Recovery(NamedTuple):
@@ -116,9 +123,23 @@ class Directory:
             if isinstance(old, Superblock):
                 self.superblock.bytes_written, self.superblock.bytes_read = old.bytes_written, old.bytes_read
                 self.superblock.highest_wall = old.highest_wall
+                self.superblock.write_errors, self.superblock.closures = old.write_errors, old.closures
         self.wall = max(wall, self.superblock.highest_wall, newest)
         self.superblock.next_fill = max(self.superblock.next_fill, fill + 1)
         self.recovery = Recovery(info.path, blocks, why if why != "no superblock" else "", self.superblock.clean)
+
+    def threads(self) -> tuple[int, int]:
+        """Threads to read and to write with, measured where a large directory holds nothing yet; 0: not known."""
+        s = self.superblock
+        if not s.read_threads and not len(self.recovery.blocks) and self.blocks * self.slot_bytes >= MEASURED:
+            try:
+                found = tuning.measure(self._slab_fd, SLAB_HEADER)
+            except OSError as error:
+                log.warning("%s: threads could not be measured: %s", self.folder.parent, error)
+            else:
+                s.read_threads, s.write_threads = found.read, found.write
+                log.info("%s: %d threads to read and %d to write, of %s", self.folder.parent, *found[:2], found[2:])
+        return s.read_threads, s.write_threads
 
     def begin(self) -> None:
         """Mark the directory as in use, at its new size; from here on a crash is told from a close."""
@@ -162,10 +183,14 @@ class Directory:
         array = self.states if state else self.identities
         return HEADER, np.uint64(array.ctypes.data), array.dtype.itemsize
 
-    def close(self, *, clean: bool, tenants: Sequence[str], written: int, read_: int) -> None:
+    def close(
+        self, *, clean: bool, tenants: Sequence[str], written: int, read_: int, errors: int, closures: int
+    ) -> None:
         """Say that everything is written, and let the files go."""
         s = self.superblock
         s.clean = clean
+        s.write_errors += errors
+        s.closures += closures
         s.tenants = sorted({*s.tenants, *(t for t in tenants if t)})
         s.bytes_written += written
         s.bytes_read += read_

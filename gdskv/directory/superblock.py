@@ -46,6 +46,13 @@ class Superblock:
     bytes_written: int = 0
     """Payload written over the directory's life, as of the last close."""
     bytes_read: int = 0
+    read_threads: int = 0
+    """What was measured when the directory was new; 0 if nothing was."""
+    write_threads: int = 0
+    write_errors: int = 0
+    """Over the directory's life, as of the last close."""
+    closures: int = 0
+    """How often it turned read-only."""
     tenants: list[str] = field(default_factory=list)
     format: int = FORMAT
 

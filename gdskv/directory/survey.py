@@ -20,7 +20,7 @@ from gdskv.directory.superblock import Superblock
 from gdskv.errors import DirectoryError
 from gdskv.pools.disk import SLAB_NAME, namespace_folders
 
-__all__ = ["Held", "clear", "survey"]
+__all__ = ["Held", "clear", "superblocks", "survey"]
 
 
 class Held(NamedTuple):
@@ -56,6 +56,17 @@ def survey(directory: Path) -> list[Held]:
             f"{directory} cannot be read: {error.strerror}. Name a directory of the disk tier."
         ) from None
     return sorted(held, key=lambda one: (-one.opened, one.folder.name))
+
+
+def superblocks(directory: Path) -> list[Superblock]:
+    """The superblocks in a directory that can be read; none where there is no directory."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in namespace_folders(directory):
+            with contextlib.suppress(OSError, UnicodeDecodeError, DirectoryError):
+                path = folder / superblock.NAME
+                found.append(superblock.parse(path.read_text(encoding="utf-8"), path))
+    return [one for one in found if isinstance(one, Superblock)]
 
 
 def clear(held: Held) -> None:

@@ -12,6 +12,7 @@ import time
 from typing import NamedTuple
 
 from gdskv.io.modes import Mode, probe
+from gdskv.io.tuning import Threads, measure
 
 __all__ = ["Trial", "trial"]
 
@@ -27,6 +28,8 @@ class Trial(NamedTuple):
     write: float
     """Bytes a second, of host memory, one call of 2 MiB at a time; through the page cache where not `o_direct`."""
     read: float
+    threads: Threads
+    """What a store would choose for a large directory here."""
 
 
 def trial(directory: str) -> Trial:
@@ -50,6 +53,7 @@ def trial(directory: str) -> Trial:
                 if os.preadv(fd, [step], offset) != _STEP or step[:] != kept:
                     raise OSError(f"{directory} gave other bytes than were written")
             end = time.perf_counter()
+            threads = measure(fd, 0)
         finally:
             os.close(fd)
-    return Trial(mode, direct, _BYTES / (between - start), _BYTES / (end - between))
+    return Trial(mode, direct, _BYTES / (between - start), _BYTES / (end - between), threads)

@@ -120,7 +120,7 @@ class IOEngine(Protocol):
         """Totals since the start, by direction and path, as in ``read_bytes_posix_direct``.
 
         For each path the number of ``transfers``, system ``calls``, ``bytes``, ``errors`` and ``short`` ones; besides
-        these ``refused`` and ``cancelled``.
+        these ``refused`` and ``cancelled``, and how many ``read_threads`` and ``write_threads`` there are.
         """
         ...
 

@@ -6,7 +6,7 @@ Knows settings and engines; must not know what moves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ def open_engine(
     records: Sequence[Slab],
     directories: Sequence[Path],
     device_pool: DevicePool | None,
+    threads: Callable[[], Sequence[tuple[int, int]]],
 ) -> tuple[IOEngine, list[Mode]]:
     """Open the engine that the settings ask for.
 
@@ -45,6 +46,9 @@ def open_engine(
         Where each of `slabs` lies: there the way of the bytes is probed, if KvikIO is to move them.
     device_pool
         The memory that is on a GPU.
+    threads
+        Tells threads to read and to write with per directory, 0 where that is not known. Asked only if our own calls
+        are to move the bytes, and the settings do not say.
 
     Returns
     -------
@@ -83,7 +87,11 @@ def open_engine(
     if not kvikio:
         from gdskv.io.posix import PosixEngine
 
-        return PosixEngine([*slabs, *records], **_settings(config)), modes
+        settings = _settings(config)
+        if not (config.read_threads and config.write_threads):
+            for name, known in zip(("read_threads", "write_threads"), zip(*threads(), strict=True), strict=False):
+                settings[name] = settings[name] or known
+        return PosixEngine([*slabs, *records], **settings), modes
     from gdskv.io.kvikio import KvikioEngine
 
     engine = KvikioEngine(

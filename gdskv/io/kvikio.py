@@ -224,6 +224,7 @@ class KvikioEngine:
         totals = self._plain.counters()
         totals["refused"] += self._refused
         totals["cancelled"] += self._cancelled
+        totals["read_threads"], totals["write_threads"] = (self._lanes * n for n in self._most)
         for op, name in enumerate(("read", "write")):
             for path, suffix in enumerate(("compat", "direct")):
                 for column, what in enumerate(_WHAT):

@@ -42,7 +42,8 @@ class PosixEngine:
     checksums
         Compute CRC-32C of every payload, of a read after it and of a write before it.
     read_threads, write_threads
-        For each lane; this many calls in a direction are with the device at once. 0: `READ_THREADS`, `WRITE_THREADS`.
+        Of each lane, one number for all or one for each; this many calls in a direction are with the device at once.
+        0: `READ_THREADS`, `WRITE_THREADS`.
     queue_depth
         Transfers in flight for each lane and direction, and for copies.
     max_extent
@@ -54,16 +55,16 @@ class PosixEngine:
         slabs: Sequence[Slab],
         *,
         checksums: bool = True,
-        read_threads: int = 0,
-        write_threads: int = 0,
+        read_threads: int | Sequence[int] = 0,
+        write_threads: int | Sequence[int] = 0,
         queue_depth: int = 4096,
         max_extent: int = 2 << 20,
     ) -> None:
         lanes = max((slab.lane for slab in slabs), default=-1) + 1
         n_queues = 2 * lanes + 1
         threads = np.ones(n_queues, np.int64)
-        threads[:-1:2] = read_threads or READ_THREADS
-        threads[1:-1:2] = write_threads or WRITE_THREADS
+        for first, asked, default in ((0, read_threads, READ_THREADS), (1, write_threads, WRITE_THREADS)):
+            threads[first:-1:2] = np.where(asked, asked, default)
         self._paths = ["direct" if slab.direct else "buffered" for slab in slabs]
         self._slabs = np.array([(s.fd, s.lane, s.direct, s.size) for s in slabs], queues.SLAB)
         self._depth, self._max_extent = queue_depth, max_extent
@@ -138,6 +139,8 @@ class PosixEngine:
         totals = {
             "refused": int(self._own[queues.OWN_REFUSED]),
             "cancelled": int(self._own[queues.OWN_CANCELLED]),
+            "read_threads": int(self._threads_of[:-1:2].sum()),
+            "write_threads": int(self._threads_of[1:-1:2].sum()),
         }
         for kind, name in ((READ, "read"), (WRITE, "write"), (COPY, "copy")):
             counts = self._counts[np.array(self._kinds) == kind].sum(axis=0)
