@@ -97,7 +97,8 @@ class CacheConfig(BaseSettings):
     device_bytes, host_bytes, disk_bytes
         What each tier may hold, allocated at open.
     directories
-        Where the disk tier lies, one per drive. In a variable a colon separates them.
+        Where the disk tier lies, one per drive. In a variable a colon separates them. ``{rank}`` in a name stands for
+        the rank of the namespace, so that each rank has its own, on the drives near its GPU.
     min_free
         What must stay free on each directory's file system: a share (below 1), or a size.
     device
@@ -214,6 +215,10 @@ class CacheConfig(BaseSettings):
                 "Name one directory per drive, or set disk_bytes=0."
             )
         return self
+
+    def places(self, rank: int) -> tuple[Path, ...]:
+        """Return the directories of a rank."""
+        return tuple(Path(str(path).replace("{rank}", str(rank))) for path in self.directories)
 
     def sources(self) -> dict[str, str]:
         """Return where each setting came from: ``keyword``, ``variable GDSKV_X``, ``file kv.toml`` or ``default``."""

@@ -18,7 +18,7 @@ from gdskv.layout import KVLayout, Namespace
 from gdskv.pools.device import DevicePool
 from gdskv.retention import DEFAULT_PRIORITY, Retention
 from gdskv.store import KVStore, Rejected, Wish, Wrap
-from gdskv.table import Begun, Rejection
+from gdskv.table import DISK, Begun, Rejection
 from gdskv.table.state import COUNTED
 
 __all__ = ["BlockManager", "Matched", "Rejected", "Request"]
@@ -51,6 +51,7 @@ class Request:
         self.released = False
         self._begun = begun
         self._landed = 0
+        self._began: int | None = None  # ns; until it was ready
         self._late = 0  # ns; when it waits no longer for what has not come
         self._given_up = np.empty(0, np.int64)
         self._committed = 0
@@ -157,6 +158,7 @@ class BlockManager:
         self._next = 0
         self._late: list[Begun] = []  # slots that were given up, leased until what moves in them has landed
         self._timed_out = 0
+        self._skipped_slow = 0
 
     @property
     def device_pool(self) -> DevicePool:
@@ -176,6 +178,7 @@ class BlockManager:
         adapter: bytes = b"",
         content: Content = (),
         retention: Retention | None = None,
+        max_wait: float | None = None,
         now: float,
     ) -> Request | Rejected:
         """Find the cached prefix, bring it to the device tier, and lease a device slot for every block.
@@ -190,6 +193,9 @@ class BlockManager:
             What else the blocks depend on; see `gdskv.keys.block_keys`.
         retention : Retention, optional
             How long the blocks shall stay; it takes effect with `commit`.
+        max_wait : float, optional
+            Seconds. Where the blocks on disk are expected to take longer, by the requests so far, they are left to be
+            computed again (`skipped_slow`).
         now : float
             Seconds.
 
@@ -208,7 +214,8 @@ class BlockManager:
             keys = as_keys(keys)
             tokens = len(keys) * size
         self.store._begin_call(now)
-        begun = self._table.begin(keys, -(-tokens // size))
+        wanted = keys if max_wait is None else keys[: self._quick(keys, max_wait)]
+        begun = self._table.begin(wanted, -(-tokens // size))
         if isinstance(begun, Rejection):
             self.store._pump()
             return Rejected(*begun)
@@ -217,9 +224,18 @@ class BlockManager:
         if not len(keys):  # what the first key is made from, once there is one
             request._root = root_key(size, namespace=self.store.digest, salt=salt, adapter=adapter)
         request._retention, request._content = retention, content
-        request._late = self._table.now + self.store.timeout
+        request._began, request._late = self._table.now, self._table.now + self.store.timeout
         self.store._start()
         return request
+
+    def _quick(self, keys: Keys, max_wait: float) -> int:
+        """Leading blocks worth waiting for: all, or those before the first one on disk."""
+        _, tiers = self._table.match(keys)
+        slow = np.flatnonzero(tiers == DISK)
+        if self.store.pace.seconds(len(slow)) <= max_wait:
+            return len(keys)
+        self._skipped_slow += len(tiers) - int(slow[0])
+        return int(slow[0])
 
     def match(
         self,
@@ -286,6 +302,9 @@ class BlockManager:
                 return False
         if request._committed == 0:
             request.failed = np.union1d(table.lost(request._begun), request._given_up)
+            if request._began is not None and not len(request.failed):
+                self.store.pace.see(int((request.tiers == DISK).sum()), table.now - request._began)
+            request._began = None
         request._landed = len(request._begun.slots)
         request.ready = True
         return True
@@ -426,8 +445,9 @@ class BlockManager:
         return self.store.prefetch(keys, now=now)
 
     def stats(self) -> dict[str, int]:
-        """Counters and gauges; see `KVStore.stats`. And the device slots that waited longer than `io_timeout`."""
-        return self.store.stats() | {"timed_out": self._timed_out}
+        """Counters and gauges; see `KVStore.stats`. And device slots that waited longer than `io_timeout`,
+        and blocks on disk that were not waited for."""
+        return self.store.stats() | {"timed_out": self._timed_out, "skipped_slow": self._skipped_slow}
 
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""

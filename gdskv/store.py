@@ -23,6 +23,7 @@ from gdskv.io.null import NullEngine
 from gdskv.keys import as_keys
 from gdskv.layout import KVLayout, Namespace
 from gdskv.ledger import Ledger
+from gdskv.pace import Pace
 from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
@@ -93,6 +94,8 @@ class _Pending(NamedTuple):
     failed: list[int]
     late: int
     """ns; then what of it has not started does not start any more."""
+    from_disk: int
+    """Blocks that were on disk when it began."""
 
 
 def nanoseconds(now: float) -> int:
@@ -157,7 +160,7 @@ class KVStore:
         try:
             if disk_blocks and real:
                 self.disk_pool = DiskPool(
-                    config.directories, config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
+                    config.places(namespace.rank), config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
                 )
                 disk_blocks = self.disk_pool.blocks
                 self.ledger = Ledger(
@@ -211,6 +214,7 @@ class KVStore:
         self._done: list[Done] = []
         self._next_ticket = 0
         self.timeout = nanoseconds(config.io_timeout)
+        self.pace = Pace()
         self._found: dict[int, Found] = {}
         self._next_found = 0
         self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
@@ -261,6 +265,11 @@ class KVStore:
             self._found[found.id] = found
         return found
 
+    def seconds(self, found: Found) -> float:
+        """How long loading these blocks from disk is expected to take, by the loads so far; 0 while there was none.
+        Where computing them again is quicker, leave them."""
+        return self.pace.seconds(int((found.tier == DISK).sum()))
+
     def release(self, found: Found) -> None:
         """Let go of a match that will not be loaded; once is enough and more does no harm."""
         if self._found.pop(found.id, None) is not None:
@@ -292,7 +301,8 @@ class KVStore:
             raise self._misaligned(addresses)
         self._found.pop(found.id, None)
         try:
-            answer = (self._load_staged if staged else self._load)(found, addresses)
+            from_disk = int((found.tier == DISK).sum())
+            answer = (self._load_staged if staged else self._load)(found, addresses, from_disk)
         finally:
             self.table.leave(found.tier, found.slots)
         self._keep(answer, into)
@@ -302,25 +312,25 @@ class KVStore:
         if isinstance(answer, Ticket) and answer.id in self._pending:
             self._memory[answer.id] = memory
 
-    def _load(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
+    def _load(self, found: Found, addresses: NDArray[np.uint64], from_disk: int) -> Ticket | Rejected:
         """Plan the copies and reads, from wherever `found` says; a slot of -1 is not there."""
         ticket = Ticket(self._ticket_id(), found.length)
         gone = self.table.load(found.entries, found.tier, found.slots, addresses, ticket.id)
         if gone is None:
             return Rejected("transfers are in flight", self.table.transfers, self.table.launched + self.table.deferred)
-        self._await(ticket, found.length - len(gone), gone.tolist())
+        self._await(ticket, found.length - len(gone), gone.tolist(), from_disk)
         self._start()
         return ticket
 
-    def _load_staged(self, found: Found, addresses: NDArray[np.uint64]) -> Ticket | Rejected:
+    def _load_staged(self, found: Found, addresses: NDArray[np.uint64], from_disk: int) -> Ticket | Rejected:
         """Through host slots: what is on disk is brought there first, and what finds no room there is not loaded."""
-        self._staged += int((found.tier == DISK).sum())
+        self._staged += from_disk
         arrays = self.table.arrays
         still = arrays.s["entry"][found.slots] == found.entries  # else lost, and the entry may be another block's now
         records = arrays.e[found.entries[: int(np.argmin(still)) if not still.all() else None]]
         self.table.prefetch(np.stack([records["k0"], records["k1"]], axis=1), found.length)
         slots = np.where(still, arrays.e["slot"][found.entries, HOST], NONE)
-        return self._load(found._replace(tier=np.full_like(found.tier, HOST), slots=slots), addresses)
+        return self._load(found._replace(tier=np.full_like(found.tier, HOST), slots=slots), addresses, from_disk)
 
     def _misaligned(self, addresses: NDArray[np.uint64]) -> GdskvError:
         return GdskvError(
@@ -353,7 +363,7 @@ class KVStore:
         ident = self._ticket_id()
         cached, moving = self.table.store(keys, addresses, wish.priority, wish.ttl, wish.forget, ident, wish.tenant)
         ticket = Ticket(ident, cached)
-        self._await(ticket, moving, [])
+        self._await(ticket, moving, [], 0)
         self._start()
         self._keep(ticket, source)
         return ticket
@@ -468,8 +478,8 @@ class KVStore:
             if self._next_ticket not in self._pending:
                 return self._next_ticket
 
-    def _await(self, ticket: Ticket, expected: int, failed: list[int]) -> None:
-        self._pending[ticket.id] = _Pending(ticket, expected, failed, self.table.now + self.timeout)
+    def _await(self, ticket: Ticket, expected: int, failed: list[int], from_disk: int) -> None:
+        self._pending[ticket.id] = _Pending(ticket, expected, failed, self.table.now + self.timeout, from_disk)
         if expected == 0:
             self._finish(ticket.id)
 
@@ -477,6 +487,8 @@ class KVStore:
         p = self._pending.pop(ident)
         self._memory.pop(ident, None)
         failed = np.array(sorted(p.failed), np.int64)
+        if not len(failed):
+            self.pace.see(p.from_disk, self.table.now - (p.late - self.timeout))
         self._done.append(Done(p.ticket, (p.ticket.blocks - len(failed)) * self.layout.block_bytes, failed))
 
     def _addresses(self, memory: Any, n: int) -> NDArray[np.uint64]:

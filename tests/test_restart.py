@@ -216,3 +216,17 @@ def test_fsync_counts_what_is_durable(tmp_path: Path) -> None:
             engine.run(doc, 8 * TOKENS)
         engine.drain()
         assert kv.stats()["durable_records"] >= kv.stats()["spills"]
+
+
+def test_each_rank_has_the_directory_that_its_number_stands_in(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"gpu{rank}").mkdir()
+    settings = config(tmp_path / "gpu{rank}", disk=32)
+    with (
+        gdskv.BlockManager(settings, LAYOUT, gdskv.Namespace(model="test", tp=2, rank=0)) as first,
+        gdskv.BlockManager(settings, LAYOUT, gdskv.Namespace(model="test", tp=2, rank=1)) as second,
+    ):
+        for rank, kv in enumerate((first, second)):
+            assert [d.path for d in kv.store.disk_pool.directories] == [tmp_path / f"gpu{rank}"]
+    with pytest.raises(gdskv.DirectoryError, match=r"gpu2 does not exist. Create it"):
+        gdskv.BlockManager(settings, LAYOUT, gdskv.Namespace(model="test", tp=3, rank=2))

@@ -17,6 +17,7 @@ def doctor(
         list[str] | None,
         typer.Argument(metavar="[DIR]...", help="Default: the temporary folder, or those of --config."),
     ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="What {rank} in the directories of --config stands for.")] = 0,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings: show what is in effect.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     require_gds: Annotated[bool, typer.Option("--require-gds", help="Exit 2 where 1 would be: a fallback.")] = False,
@@ -32,7 +33,7 @@ def doctor(
     from gdskv.doctor import findings
 
     settings = CacheConfig.from_toml(config) if config is not None else None
-    names = list(directories or ()) or [str(d) for d in (settings.directories if settings else ())]
+    names = list(directories or ()) or [str(d) for d in (settings.places(rank) if settings else ())]
     report: dict[str, Any] = {
         "versions": _versions(),
         "gpus": _gpus(),
