@@ -1,55 +1,24 @@
 """BlockManager and the choice of engine, with the real KvikIO over the CUDA driver double, device pools on "the GPU".
 
-Run by test_io_kvikio.py in a process of its own: the tests of test_manager.py, over ``io="kvikio"``.
+Run by test_io_kvikio.py in a process of its own, with the plugin ongpu.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import harness
 import numpy as np
 import pytest
-import test_manager
 from doubles import Fail, FaultEngine
 from hostdriver import Driver
-from test_manager import *  # noqa: F403
 
 import gdskv
 from gdskv.io import modes
 from gdskv.io.kvikio import KvikioEngine
-from gdskv.pools.device import DevicePool
 
-config = test_manager.config = partial(harness.config, io="kvikio")
-
-
-@pytest.fixture
-def driver() -> Driver:
-    return Driver()
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Device pools are memory that this process can look into and that answers as a GPU's; copies to it come late."""
-    make, close = DevicePool.__init__, DevicePool.close
-
-    def made(pool: DevicePool, *arguments: object, **more: object) -> None:
-        make(pool, *arguments, **more)
-        driver.adopt(pool.base, pool.bytes)
-
-    def closed(pool: DevicePool) -> None:
-        if pool._memory is not None:
-            driver.disown(pool.base)
-        close(pool)
-
-    monkeypatch.setattr(DevicePool, "__init__", made)
-    monkeypatch.setattr(DevicePool, "close", closed)
-    driver.set("delay_us", 100)
-    yield
-    for name in ("fail_copy", "fail_late", "delay_us"):
-        driver.set(name, 0)
+config = partial(harness.config, io="kvikio")
 
 
 def test_the_store_says_how_bytes_move(tmp_path: Path) -> None:
@@ -65,7 +34,7 @@ def test_the_store_says_how_bytes_move(tmp_path: Path) -> None:
         assert counters["copy_bytes_device"] > 0
 
 
-def test_a_compat_success_is_not_direct(tmp_path: Path) -> None:
+def test_g4_a_compat_success_is_not_direct(tmp_path: Path) -> None:
     with pytest.raises(gdskv.ConfigError, match=r"require_gds=true, but .* is compat: hostdriver"):
         gdskv.BlockManager(config(tmp_path, require_gds=True), harness.LAYOUT, harness.NAMESPACE)
     assert list(tmp_path.glob(".gdskv-probe*")) == []
@@ -76,8 +45,8 @@ def test_auto_does_not_take_a_double_for_a_gpu(tmp_path: Path) -> None:
         assert kv.store.modes[0].name == "posix"
 
 
-def test_a_file_that_cufile_refuses_is_compat_with_the_reason(tmp_path, monkeypatch, driver) -> None:
-    def refuse(cuda: object, path: str, compat: str) -> str:
+def test_g1_a_file_that_cufile_refuses_is_compat_with_the_reason(tmp_path, monkeypatch, driver) -> None:
+    def refuse(cuda: object, device: int, path: str, compat: str) -> str:
         raise RuntimeError("cuFile error at: /a/b.cpp:88: error 5030 registering the file")
 
     monkeypatch.setattr(modes.cuda.load(), "double", False)
@@ -90,7 +59,7 @@ def test_a_file_that_cufile_refuses_is_compat_with_the_reason(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("counted", "name"), [(0, "compat"), (1 << 20, "compat"), (2 << 20, "direct"), (None, "compat")]
 )
-def test_direct_is_what_nvidia_fs_has_counted(tmp_path, monkeypatch, counted, name) -> None:
+def test_g4_direct_is_what_nvidia_fs_has_counted(tmp_path, monkeypatch, counted, name) -> None:
     counts = iter([None, None] if counted is None else [5 << 20, (5 << 20) + counted])
     monkeypatch.setattr(modes.cuda.load(), "double", False)
     monkeypatch.setattr(modes, "_round", lambda *_: "verified 1 MiB")

@@ -33,11 +33,12 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def run_cases(name: str, folder: Path, *arguments: str, **variables: str) -> str:
-    """Run tests of a file in a process of their own whose libcuda is the double; return what pytest printed."""
+def run_cases(names: str, folder: Path, *arguments: str, **variables: str) -> str:
+    """Run tests of some files in a process of their own whose libcuda is the double; return what pytest printed."""
     paths = [str(build(folder)), os.environ.get("LD_LIBRARY_PATH", "")]
-    environment = os.environ | {"LD_LIBRARY_PATH": ":".join(filter(None, paths))} | variables
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / name), *arguments]
+    environment = os.environ | {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "PYTHONPATH": str(TESTS)} | variables
+    files = [str(TESTS / name) for name in names.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -24,6 +24,13 @@ def test_the_kvikio_engine_keeps_the_contract(kvikio: None, tmp_path: Path, summ
     summary.append(f"KvikIO engine over hostdriver: {out.strip().splitlines()[-1]}")
 
 
-def test_a_block_manager_over_kvikio_keeps_its_promises(kvikio: None, tmp_path: Path, summary: list[str]) -> None:
-    out = run_cases("cases_kvikio_store.py", tmp_path, KVIKIO_COMPAT_MODE="ON")
-    summary.append(f"BlockManager over KvikIO over hostdriver: {out.strip().splitlines()[-1]}")
+SUITES = """cases_kvikio_store.py cases_gpu.py test_manager.py test_store.py test_restart.py test_failing.py
+test_retention_behaviour.py test_cases_wrong_bytes.py test_cases_races.py test_cases_time.py
+test_model.py test_store_model.py"""
+
+
+def test_managers_and_stores_over_kvikio_keep_their_promises(kvikio: None, tmp_path: Path, summary: list[str]) -> None:
+    out = run_cases(SUITES, tmp_path, "-p", "ongpu", KVIKIO_COMPAT_MODE="ON", GDSKV_IO="kvikio")
+    for line in out.strip().splitlines():
+        if "wrong bytes" in line or " passed" in line:
+            summary.append(f"over KvikIO over hostdriver: {line}")

@@ -22,7 +22,7 @@ from gdskv.cli.benchlib import Result
 
 if TYPE_CHECKING:
     from gdskv.cli.reference import Moved, Reference
-    from gdskv.io.base import IOEngine
+    from gdskv.io.base import IOEngine, Slab
     from gdskv.io.tuning import Threads
 
 __all__ = ["Bench", "compared", "io", "opened"]
@@ -46,21 +46,24 @@ def io(
     ] = None,
     sizes: Annotated[str, typer.Option(help="Block sizes, separated by commas.")] = SIZES,
     size_gib: Annotated[float, typer.Option(min=0.1, help="Size of the file, GiB.")] = 8.0,
-    engine: Annotated[str, typer.Option("--io", help="I/O engine.")] = "posix",
+    engine: Annotated[str, typer.Option("--io", help="I/O engine: posix, or kvikio for GPU memory.")] = "posix",
+    threads: Annotated[int, typer.Option(min=0, max=256, help="Of each direction; 0: by measurement.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bandwidth over block size, PNG.", show_default=False)] = None,
 ) -> None:
     """Measure reads and writes of several sizes and depths, latency beside writes, CPU time, and what records cost.
 
     Each figure stands beside fio's (io_uring) on the same file, taken in turn; the ratio is the median of the rounds'.
-    The file is written over once before, and removed afterwards.
+    The file is written over once before, and removed afterwards. With --io kvikio: GPU memory to disk and back, beside
+    our own engine.
     """
+    from gdskv.cli import bench_kvikio
     from gdskv.cli.bench_records import records
     from gdskv.errors import ConfigError
     from gdskv.units import parse_size
 
-    if engine != "posix":
-        raise ConfigError(f"--io={engine} is not an engine here. Use posix.")
+    if engine not in ("posix", "kvikio"):
+        raise ConfigError(f"--io={engine} is not an engine here. Use posix or kvikio.")
     blocks = [parse_size(text) for text in sizes.split(",")]
     size = int(size_gib * (1 << 30)) // EXTENT * EXTENT
     for block in blocks:
@@ -73,13 +76,17 @@ def io(
             benchlib.pyplot()  # says now what is missing, not in the end
         folder = stack.enter_context(console.workplace(directory))
         figures = 2 * len({*blocks, EXTENT}) + 2 * len(DEPTHS) + 7
+        figures = bench_kvikio.figures(blocks) if engine == "kvikio" else figures
         step = stack.enter_context(console.progress("bench io", 2 + figures * ROUNDS))
-        with opened(folder, size, max(blocks), step) as bench:
-            results = [*_extents(bench), *_bandwidth(bench, blocks), *_latency(bench)]
-            facts = bench.facts()
-        results += records(folder, ROUNDS, step)
+        if engine == "kvikio":
+            results, facts = bench_kvikio.kvikio(folder, size, blocks, threads, step)
+        else:
+            with opened(folder, size, max(blocks), step, threads=threads) as bench:
+                results = [*_extents(bench), *_bandwidth(bench, blocks), *_latency(bench)]
+                facts = bench.facts()
+            results += records(folder, ROUNDS, step)
     if plot is not None:
-        _plot(plot, results, blocks, facts["reference"])
+        _plot(plot, results, blocks, facts["reference"], facts.get("mode", ""))
     benchlib.show("io", results, json=json, **facts)
 
 
@@ -91,8 +98,11 @@ class Bench:
     plain: IOEngine
     """Without checksums."""
     reference: Reference
+    slabs: list[Slab]
+    file: Path
     memory: int
     """Address."""
+    memory_bytes: int
     small: int
     """Address of memory in pages of 4 KiB, for DEPTH extents, as other programs have it."""
     area: tuple[int, int]
@@ -169,14 +179,14 @@ class Bench:
 
 
 @contextmanager
-def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -> Iterator[Bench]:
+def opened(folder: Path, size: int, largest: int, step: Callable[[int], None], *, threads: int = 0) -> Iterator[Bench]:
     import numpy as np
 
     from gdskv.cli.reference import choose
-    from gdskv.io import tuning
     from gdskv.io.base import WRITE
     from gdskv.io.measure import stream
     from gdskv.io.posix import PosixEngine
+    from gdskv.io.tuning import Threads, measure
     from gdskv.layout import KVLayout
     from gdskv.pools.device import DevicePool
     from gdskv.pools.disk import SLAB_HEADER, SLAB_NAME, DiskPool
@@ -195,10 +205,11 @@ def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -
         pages.madvise(mmap.MADV_NOHUGEPAGE)
         small = np.frombuffer(pages, np.uint8)
         small[:] = 1
-        threads = tuning.measure(disk.slabs[0].fd, SLAB_HEADER)  # as a store does it when a directory is new
+        # As a store does it when a directory is new
+        best = Threads(threads, threads, {}, {}) if threads else measure(disk.slabs[0].fd, SLAB_HEADER)
         engines = [
-            PosixEngine(disk.slabs, checksums=c, read_threads=threads.read, write_threads=threads.write)
-            for c in (True, False)
+            PosixEngine(disk.slabs, checksums=checksums, read_threads=best.read, write_threads=best.write)
+            for checksums in (True, False)
         ]
         for engine in engines:
             stack.callback(engine.close, 10.0)
@@ -208,20 +219,22 @@ def opened(folder: Path, size: int, largest: int, step: Callable[[int], None]) -
             rates.append(size / stream(engines[0], (WRITE,), 0, area, device.base, size, depth=DEPTH) / 1e9)
             step(1)
         info = disk.directories[0]
-        reference = choose(folder / digest.hex() / SLAB_NAME, area[1], info.mode == "direct")
-        place = console.places([info])[0]
+        file = folder / digest.hex() / SLAB_NAME
         yield Bench(
-            engines[0],
-            engines[1],
-            reference,
-            device.base,
-            small.ctypes.data,
-            area,
-            place,
-            threads,
-            rates[0],
-            rates[1],
-            step,
+            engine=engines[0],
+            plain=engines[1],
+            reference=choose(file, area[1], info.mode == "direct"),
+            slabs=disk.slabs,
+            file=file,
+            memory=device.base,
+            memory_bytes=device.bytes,
+            small=small.ctypes.data,
+            area=area,
+            place=console.places([info])[0],
+            threads=best,
+            first_gb_s=rates[0],
+            again_gb_s=rates[1],
+            step=step,
         )
         del small
 
@@ -341,7 +354,7 @@ def _latency(bench: Bench) -> list[Result]:
     ]
 
 
-def _plot(path: Path, results: list[Result], blocks: list[int], reference: str) -> None:
+def _plot(path: Path, results: list[Result], blocks: list[int], reference: str, mode: str) -> None:
     """Bandwidth over block size, both sides."""
     from gdskv.units import format_size
 
@@ -349,7 +362,9 @@ def _plot(path: Path, results: list[Result], blocks: list[int], reference: str) 
     found = {result.name: result for result in results}
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     for name, colour in (("read", "tab:blue"), ("write", "tab:orange")):
-        points = [(block, found[f"{name} {format_size(block)} qd{DEPTH}"]) for block in sorted({*blocks, EXTENT})]
+        suffix = f" kvikio {mode}" if mode else ""
+        sizes = sorted({*blocks, EXTENT})
+        points = [(block, found[f"{name} {format_size(block)} qd{DEPTH}{suffix}"]) for block in sizes]
         at = [block for block, _ in points]
         axes.plot(at, [r.value for _, r in points], "o-", color=colour, label=f"{name}, gdskv")
         axes.plot(at, [r.reference for _, r in points], "s--", color=colour, label=f"{name}, {reference}", alpha=0.6)

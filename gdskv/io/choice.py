@@ -61,6 +61,7 @@ def open_engine(
         ``io="kvikio"`` cannot be had here, or ``require_gds`` is set and a directory is not direct.
     """
     gpu = config.device.startswith("cuda")
+    number = int(config.device.partition(":")[2] or 0) if gpu else 0
     lacking = missing() if config.io == "kvikio" or (config.io == "auto" and gpu) else None
     kvikio = lacking is None and (config.io == "kvikio" or (config.io == "auto" and gpu))
     if config.io == "kvikio" and lacking is not None:
@@ -68,7 +69,7 @@ def open_engine(
             f"io='kvikio' cannot be had: {lacking}. Install gdskv[gds-cu12] on a GPU node, or use io='auto'."
         )
     if kvikio:
-        modes = [probe(directory) for directory in directories]
+        modes = [probe(directory, number) for directory in directories]
         for directory, mode in zip(directories, modes, strict=True):
             if mode.name == "posix":
                 raise ConfigError(f"{directory} cannot be used with KvikIO: {mode.why}. See gdskv doctor {directory}.")
@@ -98,6 +99,7 @@ def open_engine(
         slabs,
         records=records,
         direct=[mode.name == "direct" for mode in modes],
+        device=number,
         device_memory=[(device_pool.base, device_pool.bytes)] if device_pool is not None and gpu else [],
         **_settings(config),
     )

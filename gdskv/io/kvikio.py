@@ -96,6 +96,8 @@ class KvikioEngine:
     direct
         For each of `slabs` whether its bytes were seen to move without the host, as :mod:`gdskv.io.modes` finds out.
         Default: of none.
+    device
+        Number of the GPU, in whose context copies are made, whatever thread calls.
     device_memory
         ``(address, bytes)`` of pools on a GPU. Of other memory the driver is asked each time.
     checksums, read_threads, write_threads, queue_depth, max_extent
@@ -116,6 +118,7 @@ class KvikioEngine:
         *,
         records: Sequence[Slab] = (),
         direct: Sequence[bool] = (),
+        device: int = 0,
         device_memory: Sequence[tuple[int, int]] = (),
         checksums: bool = True,
         read_threads: int = 0,
@@ -150,7 +153,7 @@ class KvikioEngine:
         self._bounces = np.frombuffer(mmap.mmap(-1, _BOUNCES * max_extent, mmap.MAP_PRIVATE), np.uint8)
         self._pinned = driver.pin(self._bounces.ctypes.data, len(self._bounces))
         self._bounce_free = list(range(_BOUNCES))
-        self._copier = cuda.CopyStream(driver, 0, _BOUNCES + _COPIES)
+        self._copier = cuda.CopyStream(driver, device, _BOUNCES + _COPIES)
 
         self._queued: list[deque[_Extent]] = [deque() for _ in range(2 * self._lanes + 1)]  # the last: device copies
         self._used = [0] * (2 * self._lanes + 1)

@@ -45,7 +45,7 @@ def missing() -> str | None:
     return None
 
 
-def probe(directory: str | os.PathLike[str]) -> Mode:
+def probe(directory: str | os.PathLike[str], device: int = 0) -> Mode:
     """Write, read back and compare a file in a directory through KvikIO, from GPU memory, and see which way it went.
 
     A success proves nothing about the way: KvikIO and cuFile both fall back without an error. So the file is opened
@@ -62,10 +62,12 @@ def probe(directory: str | os.PathLike[str]) -> Mode:
             file.flush()
             os.fsync(file.fileno())
             if driver.double:
-                return Mode("compat", f"hostdriver: a double of the CUDA driver; {_round(driver, file.name, 'ON')}")
+                return Mode(
+                    "compat", f"hostdriver: a double of the CUDA driver; {_round(driver, device, file.name, 'ON')}"
+                )
             before = nvidia_fs_bytes()
             try:
-                result = _round(driver, file.name, "OFF")
+                result = _round(driver, device, file.name, "OFF")
             except RuntimeError as error:
                 return Mode("compat", f"cuFile refuses the file: {reason(str(error))}")
             after = nvidia_fs_bytes()
@@ -108,14 +110,14 @@ def nvidia_fs_bytes(root: str = "/") -> int | None:
     return sum(int(n) << 20 for n in re.findall(r"\b(?:read|write)MiB=(\d+)", text))
 
 
-def _round(driver: cuda.Cuda, path: str, compat: str) -> str:
+def _round(driver: cuda.Cuda, device: int, path: str, compat: str) -> str:
     """Write a pattern from device memory to a file and read it back; RuntimeError where KvikIO refuses or lies."""
     import kvikio
     import kvikio.defaults as defaults
 
     sent, back = ctypes.create_string_buffer(os.urandom(_PROBE), _PROBE), ctypes.create_string_buffer(_PROBE)
     settings = {"compat_mode": kvikio.CompatMode[compat], "gds_threshold": 0}
-    with _device_memory(driver) as (stream, source, target):
+    with _device_memory(driver, device) as (stream, source, target):
         _copy(stream, source, ctypes.addressof(sent))
         with defaults.set(settings), kvikio.CuFile(path, "r+") as f:
             for call, address in ((f.pwrite, source), (f.pread, target)):
@@ -139,8 +141,8 @@ def _copy(stream: cuda.CopyStream, target: int, source: int) -> None:
 
 
 @contextlib.contextmanager
-def _device_memory(driver: cuda.Cuda) -> Iterator[tuple[cuda.CopyStream, int, int]]:
-    stream = cuda.CopyStream(driver, 0, 1)
+def _device_memory(driver: cuda.Cuda, device: int) -> Iterator[tuple[cuda.CopyStream, int, int]]:
+    stream = cuda.CopyStream(driver, device, 1)
     try:
         with stream:
             base = driver.allocate(2 * _PROBE)
