@@ -15,7 +15,8 @@
  *                reports it
  *   delay_us     each copy and each kernel waits so long before it runs
  *
- * A kernel is a function on the CPU, on the stream's thread: the handle of one is the address of a struct kernel.
+ * A kernel is a function on the CPU, on the stream's thread: the handle of one is the address of a struct kernel. It does
+ * not run after a failure on its stream that nobody has heard of yet.
  *   version      what cuDriverGetVersion says (12080; below 12080 KvikIO does without cuMemcpyBatchAsync)
  */
 #define _GNU_SOURCE
@@ -255,14 +256,15 @@ static CUresult run(struct op *op, CUresult before) {
     } else {
         long delay = __atomic_load_n(&settings[DELAY_US], __ATOMIC_SEQ_CST);
         if (delay > 0) usleep((useconds_t)delay);
-        int failed = fails(FAIL_LATE);
+        CUresult failed = fails(FAIL_LATE) ? UNKNOWN : SUCCESS;
         if (op->kernel) {
+            if (!failed) failed = before; /* what it would work on may not be there */
             if (!failed) op->kernel->run(op->to, op->grid[0], op->grid[1]);
             free(op->to);
         } else if (!failed) {
             memcpy(op->to, op->from, op->size);
         }
-        if (failed) return UNKNOWN;
+        return failed;
     }
     return SUCCESS;
 }

@@ -205,9 +205,9 @@ class CopyStream:
             self._cuda.check(lib.cuStreamWaitEvent(self._stream, self._before, 0), "cuStreamWaitEvent")
 
     def wait(self) -> None:
-        """Wait for all that was started, whether it failed or not."""
+        """Wait for all that was started. OSError when some of it failed."""
         with self:
-            self._cuda.lib.cuStreamSynchronize(self._stream)
+            self._cuda.check(self._cuda.lib.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
 
     def done(self, event: ctypes.c_void_p) -> bool:
         """Whether a copy has ended; its event is then free again. OSError when it failed."""

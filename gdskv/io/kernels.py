@@ -5,6 +5,7 @@ Knows pieces, pages and extents; must not know slots, transfers or files. Import
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -121,7 +122,7 @@ class Mover:
     Raises
     ------
     OSError
-        The GPU has no memory for the tables.
+        The GPU has no memory for the tables, or does not take them.
     """
 
     def __init__(
@@ -158,7 +159,12 @@ class Mover:
         self._view = np.ctypeslib.as_array((ctypes.c_uint8 * starts[-1]).from_address(self._host))
         for start, array in zip(starts, constant, strict=False):
             self._view[start : start + array.nbytes] = array
-        stream.copy(self._device + starts[0], self._host + starts[0], starts[-1] - starts[0])
+        try:
+            stream.copy(self._device + starts[0], self._host + starts[0], starts[-1] - starts[0])
+            stream.wait()
+        except OSError:
+            self.close()
+            raise
         plan.job.pieces = self._device + starts[0]
         plan.job.tables = self._device + starts[1] if checksums else 0
         plan.job.factors = self._device + starts[2]
@@ -190,7 +196,8 @@ class Mover:
                 sums = start + a + b
                 self._stream.copy(self._host + sums, self._device + sums, 4 * n * self._plan.chunks)
         except OSError:
-            self._stream.wait()  # what was started of it must not meet the next user of this memory
+            with contextlib.suppress(OSError):
+                self._stream.wait()  # what was started of it must not meet the next user of this memory
             self._free.append(number)
             raise
         return number

@@ -98,6 +98,8 @@ class KvikioEngine:
         Default: of none.
     device_memory
         ``(address, bytes)`` of pools on a GPU. Of other memory the driver is asked each time.
+    unchecked
+        ``(address, bytes)`` of memory whose checksums the caller computes himself.
     checksums, read_threads, write_threads, queue_depth, max_extent
         As of :class:`gdskv.io.posix.PosixEngine`. Threads belong to KvikIO's pool, which all engines of a process
         share; it grows and never shrinks.
@@ -117,6 +119,7 @@ class KvikioEngine:
         records: Sequence[Slab] = (),
         direct: Sequence[bool] = (),
         device_memory: Sequence[tuple[int, int]] = (),
+        unchecked: tuple[int, int] = (0, 0),
         checksums: bool = True,
         read_threads: int = 0,
         write_threads: int = 0,
@@ -133,6 +136,7 @@ class KvikioEngine:
         self._slabs = np.array([(s.lane, s.direct, s.size) for s in slabs], np.int64).reshape(-1, 3)
         self._direct = [int(d) for d in direct] or [0] * len(slabs)
         self._device = sorted(device_memory)
+        self._unchecked = range(unchecked[0], sum(unchecked))
         configure(self._lanes * sum(self._most), max_extent, any(s.direct for s in slabs))
         self._files = [_open(slab) for slab in slabs]
 
@@ -359,7 +363,7 @@ class KvikioEngine:
             self._passing.put(extent)
         else:
             self._hand_over(extent)
-        if extent.op == WRITE and self._checksums:
+        if extent.op == WRITE and self._checked(extent):
             self._check(extent)
 
     def _hand_over(self, extent: _Extent) -> None:
@@ -375,6 +379,9 @@ class KvikioEngine:
             self._hand_over(extent)
 
     # ---- checksums
+
+    def _checked(self, extent: _Extent) -> bool:
+        return self._checksums and extent.address not in self._unchecked
 
     def _check(self, extent: _Extent) -> None:
         extent.checks = len(extent.rows)
@@ -464,7 +471,7 @@ class KvikioEngine:
         extent.ended = True
         if extent.op == READ:
             self._last_read[extent.rows[0].queue // 2] = time.monotonic()
-            if self._checksums and extent.moved == extent.length:
+            if self._checked(extent) and extent.moved == extent.length:
                 self._check(extent)
         if extent.checks == 0:
             self._resolve(extent)
@@ -494,7 +501,7 @@ class KvikioEngine:
     def _resolve(self, extent: _Extent) -> None:
         """Bytes and checksums are in: give each member its result, or try members alone where several failed."""
         moved = extent.moved
-        if moved == extent.length and self._checksums and not extent.crc:
+        if moved == extent.length and self._checked(extent) and not extent.crc:
             moved = -errno.EIO
         if moved != extent.length and len(extent.rows) > 1 and not self._stopped:
             offset = extent.offset
