@@ -112,6 +112,7 @@ class StagedEngine:
         self._counts = np.zeros((2, len(_WHAT)), np.int64)  # gather, scatter
         self._refused = self._cancelled = 0
         self._room = np.zeros(1024, RESULT)
+        self._said: set[str] = set()
         self._stopped = self._closed = False
 
     # ---- the fences
@@ -317,7 +318,7 @@ class StagedEngine:
                     self._stream.copy(host, address, length)
             batch.event = self._stream.mark()
         except OSError as error:
-            log.warning("%s", error)
+            self._say(str(error))
             with contextlib.suppress(OSError):
                 self._stream.wait()  # what was started of it must not meet the next user of the buffers
             if batch.number >= 0:
@@ -403,11 +404,17 @@ class StagedEngine:
         try:
             batch.ended = self._stream.done(batch.event)
         except OSError as error:
-            log.warning("%s", error)
+            self._say(str(error))
             batch.ended, batch.error = True, error.errno or errno.EIO
         if batch.ended:
             batch.crc = self._mover.crc(batch.number, len(batch.rows)).tolist()
             self._mover.end(batch.number)
+
+    def _say(self, message: str) -> None:
+        """Log each kind of failure once: the results say how many there were."""
+        if message not in self._said and len(self._said) < 64:
+            self._said.add(message)
+            log.warning("%s", message)
 
     def _finish(self, row: _Row, moved: int, crc: int, started: int = 1) -> None:
         self._used[row.op] -= 1

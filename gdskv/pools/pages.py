@@ -54,6 +54,11 @@ class DevicePages:
         self.layout, self.stream = layout, stream
         self.tensors: list[Any] = list(tensors) if isinstance(tensors, Sequence) else [tensors]
         """Kept, so that the memory stays."""
+        device = self.tensors[0].device
+        self.on_gpu: bool = device.type == "cuda"
+        """Whether torch says that they are on a GPU."""
+        self.device: int = device.index or 0
+        """The number of the GPU."""
         order = axes.split()
         shape = self._shape(order, axes)
         strides = [s * layout.itemsize for s in self.tensors[0].stride()]
