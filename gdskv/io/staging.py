@@ -153,8 +153,8 @@ class StagedEngine:
         rows = np.flatnonzero(ours[:n])
         if len(rows):
             self._after_caller()
-            for i in rows.tolist():
-                self._accept(batch[i], bool(there[i]))
+            for transfer, into in zip(batch[rows].tolist(), there[rows].tolist()):
+                self._accept(transfer, into)
             self._feed()
         return n
 
@@ -221,12 +221,11 @@ class StagedEngine:
 
     # ---- taking in
 
-    def _accept(self, transfer: Any, into: bool) -> None:
-        op, address, length = int(transfer["op"]), int(transfer["address"]), int(transfer["length"])
-        target = int(transfer["target"])
-        into = into or op == READ
+    def _accept(self, transfer: tuple[int, ...], into: bool) -> None:
+        tag, op, slab, offset, address, target, length = transfer
+        into = op == READ or (op == COPY and into)
         block, host = (target, address) if op == COPY and into else (address, target)
-        row = _Row(int(transfer["tag"]), op, into, int(transfer["slab"]), int(transfer["offset"]), block, host, length)
+        row = _Row(tag, op, into, slab, offset, block, host, length)
         self._own += 1
         self._used[op] += 1
         whole = self._staging.buffer_bytes if op != COPY else self._pages.layout.block_bytes
