@@ -451,3 +451,24 @@ def test_buffers_take_half_of_bar1_at_most(tmp_path, monkeypatch):
     staging = Staging(cuda.load(), 0, SLOT, 100 * SLOT)
     assert staging.buffers == 4
     staging.close()
+
+
+def test_buffers_are_registered_once_and_a_refusal_is_said(rig, monkeypatch, caplog):
+    import kvikio.buffer
+
+    calls = []
+    monkeypatch.setattr(kvikio.buffer, "memory_register", lambda array: calls.append(array.__cuda_array_interface__))
+    r = rig()
+    for seed in range(3):
+        r.fill(seed)
+        r.engine.submit(r.transfers(WRITE, list(range(PAGES)), list(range(PAGES))))
+        drain(r.engine)
+    (only,) = calls
+    assert only["shape"][0] >= BUFFERS * SLOT and only["data"][0] <= r.engine._staging.base
+
+    def refuse(array: object) -> None:
+        raise RuntimeError("cuFile error: 5008")
+
+    monkeypatch.setattr(kvikio.buffer, "memory_register", refuse)
+    Staging(cuda.load(), 0, SLOT, 4 * SLOT).close()
+    assert "memory_register of the staging buffers: cuFile error: 5008" in caplog.text
