@@ -2,7 +2,8 @@
 
 An I/O engine (:mod:`gdskv.io.base`) around another: transfers of blocks that `DevicePages` names come here, all others
 go straight on. A gather makes one extent of a block's pieces in a buffer, from where it moves as one; a scatter is the
-way back. Must not know tiers or policy. Everything here belongs to the calling thread, and nothing waits for the GPU.
+way back. Must not know tiers or policy. Everything here belongs to the calling thread, and nothing waits for the GPU,
+but for a launch that CUDA refused half-way.
 
 Four fences keep bytes right; each is a method that a test takes away:
 
