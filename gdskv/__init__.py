@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gdskv.keys import block_keys, extend_keys, keys_from_hashes
     from gdskv.layout import KVLayout, Namespace
     from gdskv.manager import BlockManager, Matched, Request
+    from gdskv.pools.pages import DevicePages
     from gdskv.retention import Retention, TokenRange
     from gdskv.store import Done, Found, KVStore, Rejected, Ticket
 
@@ -35,6 +36,7 @@ _HOME = {
     "BlockManager": "manager",
     "CacheConfig": "config",
     "ConfigError": "errors",
+    "DevicePages": "pools.pages",
     "DirectoryBusy": "errors",
     "DirectoryError": "errors",
     "Done": "store",
@@ -65,6 +67,7 @@ __all__ = [
     "BlockManager",
     "CacheConfig",
     "ConfigError",
+    "DevicePages",
     "DirectoryBusy",
     "DirectoryError",
     "Done",

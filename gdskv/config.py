@@ -139,6 +139,9 @@ class CacheConfig(BaseSettings):
         Blocks that may wait to be written before further best-effort spills are shed.
     max_extent
         The largest transfer that neighbouring blocks are joined to.
+    staging_bytes
+        GPU memory of the buffers between an engine's pages and the other tiers; taken only where a `KVStore` has
+        `device_pages`. Cut to half of the GPU's BAR1 where that is smaller.
     stripe_width
         Directories over which one allocation is cut at most.
 
@@ -174,6 +177,7 @@ class CacheConfig(BaseSettings):
     queue_depth: Annotated[int, Field(ge=16, le=65536)] = 4096
     write_queue: Annotated[int, Field(ge=1)] = 4096
     max_extent: Annotated[Size, AfterValidator(_aligned)] = 2 << 20
+    staging_bytes: Size = 64 << 20
     stripe_width: Annotated[int, Field(ge=1)] = 4
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -27,6 +27,7 @@ from gdskv.pace import Pace
 from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
+from gdskv.pools.pages import DevicePages
 from gdskv.pump import ROUND, Pump
 from gdskv.retention import Retention
 from gdskv.table import DEVICE, DISK, HOST, BlockTable, warm
@@ -125,6 +126,9 @@ class KVStore:
         the engine, as tests do.
     device_pool : DevicePool, optional
         Set by `BlockManager`: the device tier then belongs to the same table.
+    device_pages : DevicePages, optional
+        The engine's own paged KV on a GPU. `load` and `store` then take page numbers too, and move such blocks through
+        staging buffers there (`CacheConfig.staging_bytes`).
 
     Raises
     ------
@@ -142,9 +146,15 @@ class KVStore:
         io: Wrap | str | None = None,
         device_pool: DevicePool | None = None,
         device_blocks: int = 0,
+        device_pages: DevicePages | None = None,
     ) -> None:
         self.config, self.layout, self.namespace = config, layout, namespace
         self.digest = namespace.digest(layout)
+        self.device_pages = device_pages
+        if device_pages is not None and device_pages.layout != layout:
+            raise ConfigError(
+                f"device_pages hold blocks of {device_pages.layout}, the store of {layout}. Use one layout."
+            )
         self.sizing: Sizing = config.sizing(layout)
         self._open = False
         self._owner = os.getpid()
@@ -174,9 +184,8 @@ class KVStore:
                     verify=config.verify == "all",
                 )
             if self.sizing.host_blocks and real:
-                self.host_pool = HostPool(
-                    self.sizing.host_blocks, layout.slot_bytes, pin=config.device.startswith("cuda")
-                )
+                gpu = config.device.startswith("cuda") or (device_pages is not None and device_pages.on_gpu)
+                self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes, pin=gpu)
             self.io = self._engine(io, device_pool)
         except BaseException:
             if self.ledger is not None:
@@ -217,7 +226,8 @@ class KVStore:
         self.pace = Pace()
         self._found: dict[int, Found] = {}
         self._next_found = 0
-        self._memory: dict[int, Any] = {}  # the caller's, per ticket: it must not go while bytes move in it
+        # The caller's memory and where its blocks begin, per ticket: it must not go while bytes move in it
+        self._memory: dict[int, tuple[Any, NDArray[np.uint64]]] = {}
         self._staged = 0
         self._open = True
         self.table.advance(nanoseconds(now))
@@ -241,9 +251,8 @@ class KVStore:
         if self.disk_pool is not None and self.ledger is not None:
             slabs, records = self.disk_pool.slabs, self.ledger.slabs()
             places = [d.path for d in self.disk_pool.directories]
-        engine, self.modes = open_engine(
-            c, slabs, records, places, device_pool, self.ledger.threads if self.ledger is not None else list
-        )
+        threads = self.ledger.threads if self.ledger is not None else list
+        engine, self.modes = open_engine(c, slabs, records, places, device_pool, threads, self.device_pages)
         return io(engine) if io is not None else engine
 
     # ---- what an engine calls
@@ -285,6 +294,8 @@ class KVStore:
         into : ndarray of uint64 addresses, 2-D uint8 array, or torch tensor with blocks along its first axis
             `found.length` blocks of `layout.block_bytes` contiguous bytes each. It stays the store's until the ticket
             is done. Memory that is not aligned to 4 KiB goes through a host slot, and is counted (`staged`).
+            With `device_pages` also an ndarray of int32 or int64: the numbers of each block's pages, shape
+            (blocks, pages per block), or 1-D where a block is one page.
 
         Returns
         -------
@@ -294,7 +305,8 @@ class KVStore:
         if found.length and found.id not in self._found:
             raise GdskvError("this match was loaded or released already. Call match again before load.")
         addresses = self._addresses(into, found.length)
-        if isinstance(into, np.ndarray) and into.dtype != np.uint64 and not into.flags.writeable:
+        memory = isinstance(into, np.ndarray) and into.dtype != np.uint64 and not self._are_pages(into)
+        if memory and not into.flags.writeable:
             raise GdskvError("into is read-only memory. Give an array that may be written.")
         staged = bool((found.tier == DISK).any()) and not self._aligned(addresses)
         if staged and not self.sizing.host_blocks:
@@ -305,12 +317,18 @@ class KVStore:
             answer = (self._load_staged if staged else self._load)(found, addresses, from_disk)
         finally:
             self.table.leave(found.tier, found.slots)
-        self._keep(answer, into)
+        self._keep(answer, into, addresses)
         return answer
 
-    def _keep(self, answer: Ticket | Rejected, memory: Any) -> None:
+    def _keep(self, answer: Ticket | Rejected, memory: Any, addresses: NDArray[np.uint64]) -> None:
         if isinstance(answer, Ticket) and answer.id in self._pending:
-            self._memory[answer.id] = memory
+            self._memory[answer.id] = (memory, addresses)
+        else:
+            self._forget(addresses)
+
+    def _forget(self, addresses: NDArray[np.uint64]) -> None:
+        if self.device_pages is not None and self.device_pages.named(addresses).all():
+            self.device_pages.forget(addresses)
 
     def _load(self, found: Found, addresses: NDArray[np.uint64], from_disk: int) -> Ticket | Rejected:
         """Plan the copies and reads, from wherever `found` says; a slot of -1 is not there."""
@@ -365,7 +383,7 @@ class KVStore:
         ticket = Ticket(ident, cached)
         self._await(ticket, moving, [], 0)
         self._start()
-        self._keep(ticket, source)
+        self._keep(ticket, source, addresses)
         return ticket
 
     def prefetch(self, keys: Keys, *, now: float) -> int:
@@ -485,7 +503,8 @@ class KVStore:
 
     def _finish(self, ident: int) -> None:
         p = self._pending.pop(ident)
-        self._memory.pop(ident, None)
+        if ident in self._memory:
+            self._forget(self._memory.pop(ident)[1])
         failed = np.array(sorted(p.failed), np.int64)
         if not len(failed):
             self.pace.see(p.from_disk, self.table.now - (p.late - self.timeout))
@@ -493,6 +512,8 @@ class KVStore:
 
     def _addresses(self, memory: Any, n: int) -> NDArray[np.uint64]:
         """Where each of `n` blocks of the caller's memory begins."""
+        if self.device_pages is not None and self._are_pages(memory):
+            return self.device_pages.name(memory, n)
         if isinstance(memory, np.ndarray) and memory.dtype == np.uint64 and memory.ndim == 1:
             if len(memory) < n:
                 raise GdskvError(f"{len(memory)} addresses for {n} blocks. Give one address a block.")
@@ -502,7 +523,8 @@ class KVStore:
         elif hasattr(memory, "data_ptr"):
             if memory.device.type != "cpu":
                 raise GdskvError(
-                    f"memory on {memory.device} is out of this I/O engine's reach. Give memory of the host."
+                    f"memory on {memory.device} is out of this call's reach. Give memory of the host, or open the "
+                    "store with device_pages and give page numbers."
                 )
             base, shape, itemsize = memory.data_ptr(), tuple(memory.shape), memory.element_size()
             strides = tuple(s * itemsize for s in memory.stride())
@@ -519,7 +541,12 @@ class KVStore:
             )
         return (base + np.arange(n, dtype=np.int64) * strides[0]).astype(np.uint64)
 
+    def _are_pages(self, memory: Any) -> bool:
+        return self.device_pages is not None and isinstance(memory, np.ndarray) and memory.dtype in (np.int32, np.int64)
+
     def _aligned(self, addresses: NDArray[np.uint64]) -> bool:
+        if self.device_pages is not None and self.device_pages.named(addresses).all():
+            return True  # its staging buffers are
         return self.layout.block_bytes == self.layout.slot_bytes and not (addresses % np.uint64(ALIGNMENT)).any()
 
     def _start(self) -> None:

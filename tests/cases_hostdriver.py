@@ -94,6 +94,47 @@ def test_an_event_is_reached_when_what_was_before_it_is_done(driver, device, str
     assert driver.lib.cuEventQuery(event) == 0
 
 
+def test_a_stream_waits_for_another_ones_event(driver, device, stream, source):
+    other, event = ctypes.c_void_p(), ctypes.c_void_p()
+    assert driver.lib.cuStreamCreate(ctypes.byref(other), 0) == 0
+    assert driver.lib.cuEventCreate(ctypes.byref(event), 0) == 0
+    assert driver.lib.cuStreamWaitEvent(stream, event, 0) == 0, "an event that was never recorded is not waited for"
+    driver.set("delay_us", 50_000)
+    half = SIZE // 2
+    driver.lib.cuMemcpyAsync(device.ctypes.data, source.ctypes.data, half, other)
+    driver.lib.cuEventRecord(event, other)
+    assert driver.lib.cuStreamWaitEvent(stream, event, 0) == 0
+    driver.set("delay_us", 0)
+    driver.lib.cuMemcpyAsync(device.ctypes.data + half, device.ctypes.data, half, stream)
+    assert driver.lib.cuStreamSynchronize(stream) == 0
+    assert np.array_equal(device[half:], source[:half])
+    assert driver.lib.cuStreamDestroy_v2(other) == 0
+
+
+def test_a_kernel_runs_late_with_the_parameter_of_its_launch(driver, device, stream):
+    seen = []
+    run = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_long), ctypes.c_uint, ctypes.c_uint)
+    call = run(lambda parameter, x, y: seen.append((parameter[0], x, y)))
+
+    class Kernel(ctypes.Structure):
+        _fields_ = (("run", run), ("bytes", ctypes.c_size_t))
+
+    kernel, parameter = Kernel(call, 8), ctypes.c_long(7)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
+    launch = [ctypes.addressof(kernel), 3, 2, 1, 256, 1, 1, 0, stream, parameters, None]
+    driver.set("delay_us", 50_000)
+    assert driver.lib.cuLaunchKernel(*launch) == 0
+    parameter.value = 8
+    assert seen == []
+    assert driver.lib.cuStreamSynchronize(stream) == 0
+    assert seen == [(7, 3, 2)] and driver.count("kernels") == 1
+    driver.set("fail_copy", 1)
+    assert driver.lib.cuLaunchKernel(*launch) == UNKNOWN
+    driver.set("fail_late", 1)
+    assert driver.lib.cuLaunchKernel(*launch) == 0
+    assert driver.lib.cuStreamSynchronize(stream) == UNKNOWN and len(seen) == 1
+
+
 @pytest.mark.parametrize("default", [True, False])
 def test_a_stream_keeps_its_order(driver, device, stream, source, default):
     on = None if default else stream

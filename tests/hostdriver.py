@@ -88,6 +88,8 @@ ARGUMENTS = {
     "cuStreamDestroy_v2": [_pointer],
     "cuMemcpyAsync": [_pointer, _pointer, _size, _pointer],
     "cuMemcpyBatchAsync": [_pointer] * 3 + [_size, _pointer, _pointer, _size, _pointer, _pointer],
+    "cuStreamWaitEvent": [_pointer, _pointer, ctypes.c_uint],
+    "cuLaunchKernel": [_pointer, *[ctypes.c_uint] * 7, _pointer, _pointer, _pointer],
     "cuEventCreate": [_pointer, ctypes.c_uint],
     "cuEventRecord": [_pointer, _pointer],
     "cuEventQuery": [_pointer],

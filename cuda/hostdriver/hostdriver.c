@@ -10,9 +10,13 @@
  *
  * Settings, each an environment variable HOSTDRIVER_<NAME> and a call hostdriver_set("<name>", value):
  *   fail_alloc   the next N allocations and registrations fail (out of memory)
- *   fail_copy    the next N copies fail when they are handed over
- *   fail_late    the next N copies fail when they run: the next event or synchronisation of their stream reports it
- *   delay_us     each copy waits so long before it runs
+ *   fail_copy    the next N copies or kernels fail when they are handed over
+ *   fail_late    the next N copies or kernels fail when they run: the next event or synchronisation of their stream
+ *                reports it
+ *   delay_us     each copy and each kernel waits so long before it runs
+ *
+ * A kernel is a function on the CPU, on the stream's thread: the handle of one is the address of a struct kernel. It does
+ * not run after a failure on its stream that nobody has heard of yet.
  *   version      what cuDriverGetVersion says (12080; below 12080 KvikIO does without cuMemcpyBatchAsync)
  */
 #define _GNU_SOURCE
@@ -38,8 +42,8 @@ enum { UNREGISTERED = 0, HOST = 1, DEVICE = 2 };
 static const char *const names[] = {"fail_alloc", "fail_copy", "fail_late", "delay_us", "version"};
 enum { FAIL_ALLOC, FAIL_COPY, FAIL_LATE, DELAY_US, VERSION, SETTINGS };
 static long settings[SETTINGS];
-enum { COPIES, BATCH_COPIES, BYTES, PINNED, COUNTS };
-static const char *const count_names[] = {"copies", "batch_copies", "bytes", "pinned"};
+enum { COPIES, BATCH_COPIES, BYTES, PINNED, KERNELS, COUNTS };
+static const char *const count_names[] = {"copies", "batch_copies", "bytes", "pinned", "kernels"};
 static long counts[COUNTS];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -62,7 +66,7 @@ EXPORT int hostdriver_set(const char *name, long value) {
     return -1;
 }
 
-/* How often, since the start: "copies", "batch_copies", "bytes"; and "pinned": ranges of host memory pinned now. */
+/* How often, since the start: "copies", "batch_copies", "bytes", "kernels"; and "pinned": ranges of host memory pinned now. */
 EXPORT long hostdriver_count(const char *name) {
     for (int i = 0; i < COUNTS; i++)
         if (!strcmp(name, count_names[i])) return __atomic_load_n(&counts[i], __ATOMIC_SEQ_CST);
@@ -210,7 +214,19 @@ EXPORT CUresult cuPointerGetAttributes(unsigned n, int *what, void **out, CUdevi
 /* ---- streams: a queue and a thread each ---- */
 
 struct event { long recorded, reached; CUresult error; };
-struct op { struct op *next; struct event *event; void (*call)(void *); void *data; void *to; const void *from; size_t size; };
+struct kernel { void (*run)(const void *parameter, unsigned grid_x, unsigned grid_y); size_t parameter_bytes; };
+struct op {
+    struct op *next;
+    struct event *event; /* to be reached; or to be waited for, until it was reached `until` times */
+    long until;
+    void (*call)(void *);
+    void *data;
+    const struct kernel *kernel; /* of the grid, with its parameter in `to`, which is ours */
+    unsigned grid[2];
+    void *to;
+    const void *from;
+    size_t size;
+};
 struct stream {
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -227,6 +243,10 @@ static pthread_cond_t event_reached = PTHREAD_COND_INITIALIZER;
 static CUresult run(struct op *op, CUresult before) {
     if (op->call) {
         op->call(op->data);
+    } else if (op->event && op->until) {
+        pthread_mutex_lock(&event_lock);
+        while (op->event->reached < op->until) pthread_cond_wait(&event_reached, &event_lock);
+        pthread_mutex_unlock(&event_lock);
     } else if (op->event) {
         pthread_mutex_lock(&event_lock);
         op->event->reached++;
@@ -236,8 +256,15 @@ static CUresult run(struct op *op, CUresult before) {
     } else {
         long delay = __atomic_load_n(&settings[DELAY_US], __ATOMIC_SEQ_CST);
         if (delay > 0) usleep((useconds_t)delay);
-        if (fails(FAIL_LATE)) return UNKNOWN;
-        memcpy(op->to, op->from, op->size);
+        CUresult failed = fails(FAIL_LATE) ? UNKNOWN : SUCCESS;
+        if (op->kernel) {
+            if (!failed) failed = before; /* what it would work on may not be there */
+            if (!failed) op->kernel->run(op->to, op->grid[0], op->grid[1]);
+            free(op->to);
+        } else if (!failed) {
+            memcpy(op->to, op->from, op->size);
+        }
+        return failed;
     }
     return SUCCESS;
 }
@@ -252,7 +279,7 @@ static void *serve(void *argument) {
         s->first = op->next;
         if (!s->first) s->last = &s->first;
         pthread_mutex_unlock(&s->lock);
-        int event = op->event && !op->call;
+        int event = op->event && !op->call && !op->until;
         CUresult result = run(op, s->error); /* only this thread sets an error */
         free(op);
         pthread_mutex_lock(&s->lock);
@@ -352,6 +379,19 @@ EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t
     return cuMemcpyBatchAsync(to, from, n, number, attributes, indices, n_attributes, NULL, s);
 }
 
+/* The parameter is copied by the call, as the real driver does. */
+EXPORT CUresult cuLaunchKernel(const struct kernel *k, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned x, unsigned y,
+                               unsigned z, unsigned shared, struct stream *s, void **parameters, void **extra) {
+    (void)x, (void)y, (void)z, (void)shared, (void)extra;
+    if (!k || !grid_x || !grid_y || grid_z != 1) return INVALID;
+    if (fails(FAIL_COPY)) return UNKNOWN;
+    void *parameter = malloc(k->parameter_bytes);
+    if (!parameter) return NO_MEMORY;
+    memcpy(parameter, parameters[0], k->parameter_bytes);
+    count(KERNELS, 1);
+    return queue(s, (struct op){.kernel = k, .grid = {grid_x, grid_y}, .to = parameter});
+}
+
 EXPORT CUresult cuLaunchHostFunc(struct stream *s, void (*call)(void *), void *data) { return queue(s, (struct op){.call = call, .data = data}); }
 
 EXPORT CUresult cuEventCreate(struct event **e, unsigned flags) { (void)flags; *e = calloc(1, sizeof **e); return *e ? SUCCESS : NO_MEMORY; }
@@ -361,6 +401,13 @@ EXPORT CUresult cuEventRecord(struct event *e, struct stream *s) {
     e->recorded++;
     pthread_mutex_unlock(&event_lock);
     return queue(s, (struct op){.event = e});
+}
+EXPORT CUresult cuStreamWaitEvent(struct stream *s, struct event *e, unsigned flags) {
+    (void)flags;
+    pthread_mutex_lock(&event_lock);
+    long until = e->recorded;
+    pthread_mutex_unlock(&event_lock);
+    return until ? queue(s, (struct op){.event = e, .until = until}) : SUCCESS;
 }
 EXPORT CUresult cuEventQuery(struct event *e) {
     pthread_mutex_lock(&event_lock);

@@ -15,7 +15,16 @@ from numba import types
 from gdskv._jit import jit
 from gdskv.io.atomics import intrinsic, load_u8, load_u64
 
-__all__ = ["HARDWARE", "crc32c", "crc32c_at", "crc32c_bytes", "crc32c_table_at"]
+__all__ = [
+    "HARDWARE",
+    "byte_tables",
+    "crc32c",
+    "crc32c_at",
+    "crc32c_bytes",
+    "crc32c_table_at",
+    "past",
+    "zeros_tables",
+]
 
 HARDWARE = bool(dict(binding.get_host_cpu_features()).get("sse4.2", False))
 """Whether this processor computes CRC-32C itself (SSE 4.2). Tables do it otherwise, about 20 times slower."""
@@ -31,19 +40,19 @@ _SHORT = 256
 _AHEAD = 6 * _LONG
 
 
-def _byte_tables() -> npt.NDArray[np.uint32]:
-    """(8, 256): effect of one byte that is 0..7 bytes before the end of an 8-byte word ("slicing by 8")."""
-    tables = np.zeros((8, 256), np.uint32)
+def byte_tables(count: int) -> npt.NDArray[np.uint32]:
+    """(count, 256): effect of one byte that `count` - 1 or fewer bytes follow, by how many do ("slicing")."""
+    tables = np.zeros((count, 256), np.uint32)
     row = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         row = (row >> np.uint32(1)) ^ (np.uint32(_POLYNOMIAL) * (row & np.uint32(1)))
     tables[0] = row
-    for i in range(1, 8):
+    for i in range(1, count):
         tables[i] = row[tables[i - 1] & 0xFF] ^ (tables[i - 1] >> np.uint32(8))
     return tables
 
 
-def _zeros_tables(length: int) -> npt.NDArray[np.uint32]:
+def zeros_tables(length: int) -> npt.NDArray[np.uint32]:
     """(4, 256): effect on a CRC, byte by byte of it, of `length` zero bytes that follow; `length` a power of two."""
     step = _BYTES[0]
     columns = np.uint32(1) << np.arange(32, dtype=np.uint32)  # images of the 32 bits: a linear map, as a matrix
@@ -59,9 +68,33 @@ def _zeros_tables(length: int) -> npt.NDArray[np.uint32]:
     return tables
 
 
-_BYTES = _byte_tables()
-_ZEROS_LONG = _zeros_tables(_LONG)
-_ZEROS_SHORT = _zeros_tables(_SHORT)
+_BYTES = byte_tables(8)
+_ZEROS_LONG = zeros_tables(_LONG)
+_ZEROS_SHORT = zeros_tables(_SHORT)
+
+
+def past(length: int) -> int:
+    """What a CRC is multiplied by for `length` bytes that follow: x^(8 * length) modulo the polynomial; bit 31 is x^0.
+
+    Of a CRC without initial value and final inversion, which is linear; so parts can be summed up in any order.
+    """
+    factor, square = 1 << 31, 1 << 23  # x^0, x^8
+    while length:
+        if length & 1:
+            factor = _multiply(factor, square)
+        square = _multiply(square, square)
+        length >>= 1
+    return factor
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & 1 << 31:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
 
 
 @intrinsic

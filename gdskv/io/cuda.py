@@ -1,6 +1,6 @@
 """The CUDA driver as the I/O engine needs it: what an address is, copies on a stream of its own, pinning. No toolkit.
 
-Knows ``libcuda.so.1`` only; must not know transfers. Nothing here waits for the GPU but `CopyStream.close`.
+Knows ``libcuda.so.1`` only; must not know transfers. Nothing here waits for the GPU but `CopyStream.wait` and `close`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuPointerGetAttributes": [_uint, _pointer, _pointer, _pointer],
     "cuMemAlloc_v2": [_pointer, _size],
     "cuMemFree_v2": [_pointer],
+    "cuMemHostAlloc": [_pointer, _size, _uint],
+    "cuMemFreeHost": [_pointer],
     "cuMemHostRegister_v2": [_pointer, _size, _uint],
     "cuMemHostUnregister": [_pointer],
     "cuMemcpyAsync": [_pointer, _pointer, _size, _pointer],
     "cuStreamCreate": [_pointer, _uint],
     "cuStreamSynchronize": [_pointer],
     "cuStreamDestroy_v2": [_pointer],
+    "cuStreamWaitEvent": [_pointer, _pointer, _uint],
+    "cuLaunchKernel": [_pointer, *[_uint] * 7, _pointer, _pointer, _pointer],
     "cuEventCreate": [_pointer, _uint],
     "cuEventDestroy_v2": [_pointer],
     "cuEventRecord": [_pointer, _pointer],
@@ -95,6 +99,16 @@ class Cuda:
         """Give back what `allocate` gave."""
         self.check(self.lib.cuMemFree_v2(base), "cuMemFree")
 
+    def allocate_host(self, size: int) -> int:
+        """Address of pinned host memory, in the context that is current."""
+        base = ctypes.c_void_p()
+        self.check(self.lib.cuMemHostAlloc(ctypes.byref(base), size, 0), "cuMemHostAlloc")
+        return base.value or 0
+
+    def free_host(self, base: int) -> None:
+        """Give back what `allocate_host` gave."""
+        self.check(self.lib.cuMemFreeHost(base), "cuMemFreeHost")
+
     def pin(self, base: int, size: int) -> bool:
         """Lock host memory for the GPU; False where the driver refuses: then copies are slower, and no less right."""
         return bool(self.lib.cuMemHostRegister_v2(base, size, 0) == _SUCCESS)
@@ -114,14 +128,14 @@ class Cuda:
 
 
 class CopyStream:
-    """Copies between any two memories, in order, none of them waited for.
+    """Copies between any two memories and kernels, in order, none of them waited for.
 
     Parameters
     ----------
     device
         The GPU whose context it works in, whatever thread calls.
     events
-        Copies that can be told apart at a time.
+        Copies, or other points in its work, that can be told apart at a time.
     """
 
     def __init__(self, cuda: Cuda, device: int, events: int) -> None:
@@ -130,6 +144,7 @@ class CopyStream:
         lib = cuda.lib
         cuda.check(lib.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), "cuDevicePrimaryCtxRetain")
         self._free: list[ctypes.c_void_p] = []
+        self._before: ctypes.c_void_p | None = None  # made when it is first needed
         with self:
             cuda.check(lib.cuStreamCreate(ctypes.byref(self._stream), 1), "cuStreamCreate")  # 1: waits for no other
             for _ in range(events):
@@ -151,16 +166,48 @@ class CopyStream:
 
     def start(self, target: int, source: int, length: int) -> ctypes.c_void_p:
         """Start a copy and return the event that `done` asks for. OSError when CUDA refuses."""
+        self.copy(target, source, length)
+        return self.mark()
+
+    def copy(self, target: int, source: int, length: int) -> None:
+        """Start a copy. OSError when CUDA refuses."""
+        with self:
+            self._cuda.check(self._cuda.lib.cuMemcpyAsync(target, source, length, self._stream), "cuMemcpyAsync")
+
+    def launch(self, kernel: int, grid: tuple[int, int], threads: int, parameter: ctypes.Structure) -> None:
+        """Start a kernel that takes one parameter, by its function handle. OSError when CUDA refuses."""
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))  # it is copied by the call
+        sizes = (*grid, 1, threads, 1, 1, 0)
+        with self:
+            code = self._cuda.lib.cuLaunchKernel(kernel, *sizes, self._stream, parameters, None)
+            self._cuda.check(code, "cuLaunchKernel")
+
+    def mark(self) -> ctypes.c_void_p:
+        """The event that `done` asks for: all that was started so far has ended."""
         lib = self._cuda.lib
         with self:
-            self._cuda.check(lib.cuMemcpyAsync(target, source, length, self._stream), "cuMemcpyAsync")
             event = self._free.pop()
             code = lib.cuEventRecord(event, self._stream)
-            if code != _SUCCESS:  # the copy runs: the event must not be taken for it
+            if code != _SUCCESS:  # what was started runs: the event must not be taken for it
                 self._cuda.check(lib.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
                 self._free.append(event)
                 self._cuda.check(code, "cuEventRecord")
         return event
+
+    def after(self, stream: int) -> None:
+        """Let what is started here from now on begin after all that was started on another stream so far."""
+        lib = self._cuda.lib
+        with self:
+            if self._before is None:
+                self._before = _pointer()
+                self._cuda.check(lib.cuEventCreate(ctypes.byref(self._before), 2), "cuEventCreate")
+            self._cuda.check(lib.cuEventRecord(self._before, stream), "cuEventRecord")
+            self._cuda.check(lib.cuStreamWaitEvent(self._stream, self._before, 0), "cuStreamWaitEvent")
+
+    def wait(self) -> None:
+        """Wait for all that was started. OSError when some of it failed."""
+        with self:
+            self._cuda.check(self._cuda.lib.cuStreamSynchronize(self._stream), "cuStreamSynchronize")
 
     def done(self, event: ctypes.c_void_p) -> bool:
         """Whether a copy has ended; its event is then free again. OSError when it failed."""
@@ -177,7 +224,7 @@ class CopyStream:
         lib = self._cuda.lib
         with self:
             lib.cuStreamSynchronize(self._stream)
-            for event in self._free:
+            for event in [*self._free, *filter(None, [self._before])]:
                 lib.cuEventDestroy_v2(event)
             lib.cuStreamDestroy_v2(self._stream)
         lib.cuDevicePrimaryCtxRelease_v2(self._device)

@@ -100,6 +100,8 @@ class KvikioEngine:
         Number of the GPU, in whose context copies are made, whatever thread calls.
     device_memory
         ``(address, bytes)`` of pools on a GPU. Of other memory the driver is asked each time.
+    unchecked
+        ``(address, bytes)`` of memory whose checksums the caller computes himself.
     checksums, read_threads, write_threads, queue_depth, max_extent
         As of :class:`gdskv.io.posix.PosixEngine`. Threads belong to KvikIO's pool, which all engines of a process
         share; it grows and never shrinks.
@@ -120,6 +122,7 @@ class KvikioEngine:
         direct: Sequence[bool] = (),
         device: int = 0,
         device_memory: Sequence[tuple[int, int]] = (),
+        unchecked: tuple[int, int] = (0, 0),
         checksums: bool = True,
         read_threads: int = 0,
         write_threads: int = 0,
@@ -136,6 +139,7 @@ class KvikioEngine:
         self._slabs = np.array([(s.lane, s.direct, s.size) for s in slabs], np.int64).reshape(-1, 3)
         self._direct = [int(d) for d in direct] or [0] * len(slabs)
         self._device = sorted(device_memory)
+        self._unchecked = range(unchecked[0], sum(unchecked))
         configure(self._lanes * sum(self._most), max_extent, any(s.direct for s in slabs))
         self._files = [_open(slab) for slab in slabs]
 
@@ -151,9 +155,10 @@ class KvikioEngine:
         )
         self._checker = PosixEngine([], queue_depth=min(pieces, 65536))
         self._bounces = np.frombuffer(mmap.mmap(-1, _BOUNCES * max_extent, mmap.MAP_PRIVATE), np.uint8)
-        self._pinned = driver.pin(self._bounces.ctypes.data, len(self._bounces))
         self._bounce_free = list(range(_BOUNCES))
         self._copier = cuda.CopyStream(driver, device, _BOUNCES + _COPIES)
+        with self._copier:
+            self._pinned = driver.pin(self._bounces.ctypes.data, len(self._bounces))
 
         self._queued: list[deque[_Extent]] = [deque() for _ in range(2 * self._lanes + 1)]  # the last: device copies
         self._used = [0] * (2 * self._lanes + 1)
@@ -266,9 +271,10 @@ class KvikioEngine:
                 self._passing.put(None)
             for file in self._files:
                 file.close()
-            self._copier.close()
             if self._pinned:
-                self._cuda.unpin(self._bounces.ctypes.data)
+                with self._copier:
+                    self._cuda.unpin(self._bounces.ctypes.data)
+            self._copier.close()
         return True
 
     # ---- taking in
@@ -363,7 +369,7 @@ class KvikioEngine:
             self._passing.put(extent)
         else:
             self._hand_over(extent)
-        if extent.op == WRITE and self._checksums:
+        if extent.op == WRITE and self._checked(extent):
             self._check(extent)
 
     def _hand_over(self, extent: _Extent) -> None:
@@ -379,6 +385,9 @@ class KvikioEngine:
             self._hand_over(extent)
 
     # ---- checksums
+
+    def _checked(self, extent: _Extent) -> bool:
+        return self._checksums and extent.address not in self._unchecked
 
     def _check(self, extent: _Extent) -> None:
         extent.checks = len(extent.rows)
@@ -468,7 +477,7 @@ class KvikioEngine:
         extent.ended = True
         if extent.op == READ:
             self._last_read[extent.rows[0].queue // 2] = time.monotonic()
-            if self._checksums and extent.moved == extent.length:
+            if self._checked(extent) and extent.moved == extent.length:
                 self._check(extent)
         if extent.checks == 0:
             self._resolve(extent)
@@ -498,7 +507,7 @@ class KvikioEngine:
     def _resolve(self, extent: _Extent) -> None:
         """Bytes and checksums are in: give each member its result, or try members alone where several failed."""
         moved = extent.moved
-        if moved == extent.length and self._checksums and not extent.crc:
+        if moved == extent.length and self._checked(extent) and not extent.crc:
             moved = -errno.EIO
         if moved != extent.length and len(extent.rows) > 1 and not self._stopped:
             offset = extent.offset
