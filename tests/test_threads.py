@@ -20,9 +20,9 @@ from gdskv.io.tuning import Threads, choose
     ("speeds", "chosen"),
     [
         ({2: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}, 16),
-        ({2: 1.0, 4: 1.9, 8: 2.0, 16: 1.8}, 4),
+        ({2: 1.0, 4: 1.8, 8: 2.0, 16: 1.8}, 4),
         ({2: 1.0, 4: 1.0, 8: 1.0, 16: 1.0}, 2),
-        ({2: 1.0, 4: 1.89, 8: 2.0, 16: 1.9}, 8),
+        ({2: 1.0, 4: 1.79, 8: 2.0, 16: 1.9}, 8),
     ],
 )
 def test_the_fewest_that_come_close_to_the_best(speeds: dict[int, float], chosen: int) -> None:

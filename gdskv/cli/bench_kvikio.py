@@ -9,13 +9,25 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdskv.cli.bench_io import DEPTH, DEPTHS, EXTENT, LONG_S, SHORT_S, Bench, compared, opened
+from gdskv.cli.bench_io import (
+    DEPTH,
+    DEPTHS,
+    EXTENT,
+    LONG_PAUSE_S,
+    LONG_S,
+    SHORT_PAUSE_S,
+    SHORT_S,
+    Bench,
+    compared,
+    opened,
+)
 from gdskv.cli.benchlib import Result
 from gdskv.errors import ConfigError
 
@@ -68,7 +80,7 @@ def kvikio(
     blocks
         Bytes of a transfer.
     threads
-        Of each direction; 0: as many as were measured to be best for our own engine.
+        Of each direction; 0: what each engine chooses.
     step
         Told about progress.
 
@@ -107,8 +119,8 @@ def kvikio(
             bench.slabs,
             direct=[mode.name == "direct"],
             device_memory=[(memory, length)],
-            read_threads=bench.threads.read,
-            write_threads=bench.threads.write,
+            read_threads=threads,
+            write_threads=threads,
         )
         stack.callback(engine.close, 10.0)
         gdsio = Gdsio.find(bench.file, bench.area[1])
@@ -127,7 +139,7 @@ def kvikio(
 
 def figures(blocks: list[int]) -> int:
     """How many there are."""
-    return 2 * (len({*blocks, EXTENT}) + len(DEPTHS))
+    return 2 * (len({*blocks, EXTENT}) + len(DEPTHS) + 1)
 
 
 def _figures(
@@ -136,9 +148,11 @@ def _figures(
     from gdskv.io.base import READ, WRITE
     from gdskv.units import format_size
 
-    runs = [(block, DEPTH) for block in dict.fromkeys([EXTENT, *blocks])] + [(EXTENT, depth) for depth in DEPTHS]
+    runs = [(block, DEPTH, SHORT_PAUSE_S) for block in dict.fromkeys([EXTENT, *blocks])]
+    runs += [(EXTENT, depth, SHORT_PAUSE_S) for depth in DEPTHS] + [(EXTENT, DEPTH, LONG_PAUSE_S)]
     results = []
-    for block, depth in runs:
+    for block, depth, seconds_between in runs:
+        pause = partial(time.sleep, seconds_between)
         seconds = LONG_S if (block, depth) == (EXTENT, DEPTH) else SHORT_S
         for name, op in (("read", READ), ("write", WRITE)):
             others: list[Moved] = []
@@ -148,9 +162,13 @@ def _figures(
                     others.append(gdsio.run(*job))
 
             ours, posix = bench.beside(
-                partial(run, (op,), block, depth, seconds), partial(bench.run, (op,), block, depth, seconds), third
+                partial(run, (op,), block, depth, seconds, pause=pause),
+                partial(bench.run, (op,), block, depth, seconds, pause=pause),
+                third,
             )
             title = f"{name} {format_size(block)} qd{depth} kvikio {mode}"
+            if seconds_between == LONG_PAUSE_S:
+                title += " polled every 2 ms"
             results.append(compared(title, ours, posix, "posix engine, host memory"))
             if others:
                 results.append(compared(f"{title} beside gdsio", ours, others, "gdsio"))

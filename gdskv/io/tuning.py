@@ -22,7 +22,7 @@ PIECE = 256 << 10
 ROUNDS = 3
 SECONDS = 0.02
 """Of a trial of one count in one direction; it also ends when it has passed over the area once."""
-ENOUGH = 0.95
+ENOUGH = 0.9
 """Of the best bandwidth: the fewest threads that reach it are chosen, since each costs the caller some processor."""
 
 
