@@ -345,6 +345,8 @@ class BlockManager:
         """The request's full blocks are computed: they become findable and their ttl starts.
 
         Call it again as decoding fills blocks. A later call gives only the blocks that are new in it a deadline.
+        On a GPU their bytes must be there: synchronise the stream that computes them first. The manager copies on a
+        stream of its own.
 
         Parameters
         ----------

@@ -49,13 +49,15 @@ class _Setup:
     tokens_per_block: int
     document_tokens: int
     directory: Path
+    device: str
 
     def network(self) -> Any:
         """The model, loaded."""
         from gdskv.engines import models
 
         network = models.random_llama(_SEED) if self.model is None else models.load_model(self.model)
-        return models.with_dtype(network, self.dtype) if self.dtype is not None else network
+        network = models.with_dtype(network, self.dtype) if self.dtype is not None else network
+        return models.on_device(network, self.device)
 
 
 @dataclass
@@ -83,6 +85,7 @@ def demo(
         Path | None, typer.Option(help="Folder of a causal model of transformers; a built-in random Llama.")
     ] = None,
     tokens_per_block: Annotated[int, typer.Option(help="Tokens in one block.")] = 64,
+    device: Annotated[str, typer.Option(help="Where the model and the device tier are: cpu, cuda:0.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the model's own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -96,7 +99,7 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with ExitStack() as stack:
         place = directory or Path(stack.enter_context(TemporaryDirectory(prefix="gdskv-demo-")))
-        result = _run(_Setup(model, dtype, tokens_per_block, _DOCUMENT_TOKENS, place))
+        result = _run(_Setup(model, dtype, tokens_per_block, _DOCUMENT_TOKENS, place, device))
     if json:
         console.print_json(result)
     else:
@@ -116,11 +119,14 @@ class _Audit:
     def __call__(self, generation: Generation) -> None:
         import zlib
 
+        import torch
+
         request = generation.request
         if request is None:
             return
         for key, slot in zip(request.keys[: generation.saved], request.blocks.tolist(), strict=False):
-            checksum = zlib.crc32(self._kv.device_pool.view(slot)[: self._kv.layout.block_bytes].tobytes())
+            block = self._kv.device_pool[slot].reshape(-1).view(torch.uint8).cpu()
+            checksum = zlib.crc32(block.numpy().tobytes())
             self.wrong += self.seen.setdefault(key.tobytes(), checksum) != checksum
 
 
@@ -142,6 +148,7 @@ class _Rounds:
             host_bytes=2 * per_request * self.layout.slot_bytes,
             disk_bytes=2 * _DOCUMENTS * per_request * self.layout.slot_bytes,
             directories=(setup.directory,),
+            device=setup.device,
         )
         chunk = -(-256 // size) * size
         clock = time.monotonic

@@ -81,6 +81,23 @@ def with_dtype(model: Any, dtype: str) -> Any:
     return model.to(getattr(torch, dtype))
 
 
+def on_device(model: Any, device: str) -> Any:
+    """Return ``model`` with its parameters on a torch device.
+
+    Raises
+    ------
+    ModelError
+        There is no such device, or it has not that much memory.
+    """
+    if device == "cpu":
+        return model
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch says no more than that
+        why = str(error).splitlines()[0]
+        raise ModelError(f"device={device!r} cannot be used: {why}. Use cpu, or a device that exists.") from None
+
+
 def layout_of(model: Any, tokens_per_block: int) -> KVLayout:
     """Return the layout of one block of ``model``'s KV.
 

@@ -296,6 +296,10 @@ class Engine:
 
     def _commit(self, generation: Generation) -> None:
         if self._kv is not None and generation.request is not None:
+            if self._model.device.type == "cuda":  # the manager copies on a stream of its own
+                import torch
+
+                torch.cuda.current_stream(self._model.device).synchronize()
             known = generation.prompt + generation.tokens
             self._kv.commit(generation.request, known[: generation.saved * self._block], now=self._clock())
 
