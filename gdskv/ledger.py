@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,6 +112,44 @@ class Recovered(NamedTuple):
     """Per directory that came back empty or in part: which, and why."""
 
 
+class Journaled(Protocol):
+    """What a ledger needs of a table: where changes come from, and where what came back goes."""
+
+    transfers: int
+
+    @property
+    def unremembered(self) -> int: ...
+    def tenant(self, name: str) -> int: ...
+    def remember(self) -> None: ...
+    def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int: ...
+    def free_among(self, slots: NDArray[np.int32]) -> NDArray[np.int32]: ...
+    def record_again(self, slots: NDArray[np.int32]) -> None: ...
+    def changes(self, out: NDArray[Any]) -> int: ...
+    def all_written(self, slots: NDArray[np.int32]) -> None: ...
+    def written(self, slot: int, what: int, ok: bool) -> None: ...
+
+
+class Records(Protocol):
+    """What a store needs of whoever keeps the disk tier's records: a `Ledger`, or the ledgers of several ranks."""
+
+    health: Health
+    recovered: Recovered
+    failed_records: int
+    durable_records: int
+
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def settled(self) -> bool: ...
+    def tenant(self, table: BlockTable, name: str) -> int: ...
+    def recover(self, table: BlockTable) -> None: ...
+    def collect(self, table: BlockTable, now: int) -> NDArray[Any]: ...
+    def finish(self, table: BlockTable, results: NDArray[Any]) -> None: ...
+    def catch_up(self, table: BlockTable) -> None: ...
+    def close(self, table: BlockTable, *, clean: bool, counters: dict[str, int]) -> None: ...
+    def abandon(self) -> None: ...
+
+
 class Ledger:
     """Records of the disk tier.
 
@@ -122,7 +160,8 @@ class Ledger:
         The namespace, readable.
     digest : bytes
     now, wall : int
-        Nanoseconds on the caller's clock and on the wall's, at the same instant.
+        Nanoseconds on the caller's clock and on the wall's, at the same instant. No `now`: the caller's times are the
+        wall clock's.
     checksums : bool
         Without them, what was not closed cleanly is not believed.
     durable : bool
@@ -137,7 +176,7 @@ class Ledger:
         fields: dict[str, str],
         digest: bytes,
         *,
-        now: int,
+        now: int | None,
         wall: int,
         checksums: bool,
         durable: bool,
@@ -149,7 +188,7 @@ class Ledger:
             pool, fields, digest, wall, trust_unclean=checksums, sync=durable or not checksums
         )
         self.wall = max(d.wall for d in self.directories)
-        self._now_to_wall = self.wall - now
+        self._now_to_wall = self.wall - now if now is not None else 0
         self._durable = durable
         self._crcs = np.zeros(4096, np.uint32)  # per tenant of the table
         self._of_crc: dict[int, int] = {0: 0}
@@ -178,7 +217,7 @@ class Ledger:
         """Threads to read and to write with, per directory; 0 where nobody knows."""
         return [d.threads() for d in self.directories]
 
-    def tenant(self, table: BlockTable, name: str) -> int:
+    def tenant(self, table: Journaled, name: str) -> int:
         """The table's number of a tenant; the same as before a restart."""
         crc = tenant_crc(name)
         if crc not in self._of_crc:
@@ -187,9 +226,27 @@ class Ledger:
             self._names.append(name)
         return self._of_crc[crc]
 
+    def number_tenants(self, names: dict[int, str]) -> None:
+        """Take over the numbers that a table elsewhere gives to tenants."""
+        for number, name in names.items():
+            crc = int(name[1:], 16) if name.startswith("#") else tenant_crc(name)
+            self._of_crc[crc], self._crcs[number] = number, crc
+            if not name.startswith("#"):
+                self._names.append(name)
+
+    @property
+    def next_fill(self) -> int:
+        """Above every number of a fill in these directories."""
+        return max(d.superblock.next_fill for d in self.directories)
+
+    @next_fill.setter
+    def next_fill(self, number: int) -> None:
+        for directory in self.directories:
+            directory.superblock.next_fill = max(directory.superblock.next_fill, number)
+
     # ---- at open
 
-    def recover(self, table: BlockTable) -> None:
+    def recover(self, table: Journaled) -> None:
         """Fill the table with what the records tell of, and go on recording from there."""
         for directory in self.directories:
             for name in directory.superblock.tenants:
@@ -273,7 +330,7 @@ class Ledger:
 
     # ---- while open
 
-    def collect(self, table: BlockTable, now: int) -> NDArray[Any]:
+    def collect(self, table: Journaled, now: int) -> NDArray[Any]:
         """Writes of records that have changed, at most ROUND slots' at a time, and what makes them durable."""
         out = []
         n = table.changes(self._changes) if table.unremembered else 0
@@ -288,7 +345,7 @@ class Ledger:
             out.append(self._syncs(table))
         return out[0] if len(out) == 1 else np.concatenate(out) if out else np.zeros(0, TRANSFER)
 
-    def _writes(self, table: BlockTable, changes: NDArray[Any], now: int) -> NDArray[Any]:
+    def _writes(self, table: Journaled, changes: NDArray[Any], now: int) -> NDArray[Any]:
         n = 0
         for index, directory in enumerate(self.directories):
             lo, hi = np.searchsorted(changes["slot"], [directory.first, directory.first + directory.blocks])
@@ -304,7 +361,7 @@ class Ledger:
                 n = _in_runs(slots, chosen, *where, self._runs, self._pending, self._out, n)
         return self._out[:n]
 
-    def _syncs(self, table: BlockTable) -> NDArray[Any]:
+    def _syncs(self, table: Journaled) -> NDArray[Any]:
         """A flush of every file: writes of no bytes."""
         n = 3 * len(self.directories)
         out = np.zeros(n, TRANSFER)
@@ -313,7 +370,7 @@ class Ledger:
         self._syncing, self._sync_batch, self._unsynced = n, self._unsynced, 0
         return out
 
-    def finish(self, table: BlockTable, results: NDArray[Any]) -> None:
+    def finish(self, table: Journaled, results: NDArray[Any]) -> None:
         """Take in results whose tags are this ledger's."""
         at = results["tag"] - table.transfers
         syncs = at >= 2 * self._pool.blocks
@@ -337,11 +394,11 @@ class Ledger:
         table.all_written(done[:good])
         self._unsynced += good
 
-    def _hold(self, table: BlockTable, slots: NDArray[Any]) -> None:
+    def _hold(self, table: Journaled, slots: NDArray[Any]) -> None:
         self._behind[slots] = True
         table.all_written(slots.astype(np.int32))
 
-    def catch_up(self, table: BlockTable) -> None:
+    def catch_up(self, table: Journaled) -> None:
         """Let the records be written that waited, but for those of directories that are read-only."""
         slots = np.flatnonzero(self._behind)
         slots = slots[~self.health.closed(slots)]
@@ -358,7 +415,7 @@ class Ledger:
         """Is every record written, and durable where that was asked for?"""
         return not (self._pending.any() or self._syncing or (self._durable and self._unsynced))
 
-    def close(self, table: BlockTable, *, clean: bool, counters: dict[str, int]) -> None:
+    def close(self, table: Journaled, *, clean: bool, counters: dict[str, int]) -> None:
         """Close the directories' files."""
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))

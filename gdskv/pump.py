@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gdskv import extents
 from gdskv.io.base import READ, RESULT, TRANSFER, IOEngine, Results, Transfers
-from gdskv.ledger import Ledger
+from gdskv.ledger import Records
 from gdskv.table import DISK, BlockTable
 
 __all__ = ["ROUND", "Pump"]
@@ -34,7 +34,7 @@ class Pump:
     ----------
     table : BlockTable
     io : IOEngine
-    ledger : Ledger or None
+    ledger : Records or None
         Keeps the disk tier's records; they are written by the same engine.
     lengths : ndarray of int64
         Bytes of a transfer, by its kind.
@@ -48,7 +48,7 @@ class Pump:
         self,
         table: BlockTable,
         io: IOEngine,
-        ledger: Ledger | None,
+        ledger: Records | None,
         lengths: NDArray[np.int64],
         pools: NDArray[np.int64],
         slabs: NDArray[np.int64],
@@ -142,7 +142,7 @@ class Pump:
         self._reads.add(split)
         self._writes.add(n - split)
 
-    def _record(self, ledger: Ledger) -> None:
+    def _record(self, ledger: Records) -> None:
         if ledger.health.tick(self._table):
             ledger.catch_up(self._table)
         if len(self._writes) < ROUND:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from gdskv.io.modes import Mode
 from gdskv.io.null import NullEngine
 from gdskv.keys import as_keys
 from gdskv.layout import KVLayout, Namespace
-from gdskv.ledger import Ledger
+from gdskv.ledger import Ledger, Records
 from gdskv.pace import Pace
 from gdskv.pools.device import DevicePool
 from gdskv.pools.disk import DiskPool
@@ -162,37 +162,19 @@ class KVStore:
             raise ConfigError("no tier has a size: set host_bytes, disk_bytes or device_bytes.")
         self.host_pool: HostPool | None = None
         self.disk_pool: DiskPool | None = None
-        self.ledger: Ledger | None = None
-        disk_blocks = self.sizing.disk_blocks
-        real = io != "null"
+        self.ledger: Records | None = None
         self.modes: list[Mode] = []
         """How the bytes of each directory move, and why."""
+        self.io: IOEngine
         try:
-            if disk_blocks and real:
-                self.disk_pool = DiskPool(
-                    config.places(namespace.rank), config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
-                )
-                disk_blocks = self.disk_pool.blocks
-                self.ledger = Ledger(
-                    self.disk_pool,
-                    namespace.fields(layout),
-                    self.digest,
-                    now=nanoseconds(now),
-                    wall=nanoseconds(time.time() if wall is None else wall),
-                    checksums=config.checksums,
-                    durable=config.durability == "fsync",
-                    verify=config.verify == "all",
-                )
-            if self.sizing.host_blocks and real:
-                gpu = config.device.startswith("cuda") or (device_pages is not None and device_pages.on_gpu)
-                self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes, pin=gpu)
-            self.io = self._engine(io, device_pool)
+            regions = self._open_parts(io, device_pool, now, time.time() if wall is None else wall)
         except BaseException:
             if self.ledger is not None:
                 self.ledger.abandon()
             self._close_pools()
             raise
         warm(RESULT)
+        disk_blocks = sum(regions)
         self.table = BlockTable(
             device_blocks,
             self.sizing.host_blocks,
@@ -201,8 +183,8 @@ class KVStore:
             host_clean=config.host_clean,
             spill=config.spill,
             protect_unexpired=config.protect_unexpired,
-            checksums=config.checksums and real,
-            directories=[d.blocks for d in self.disk_pool.directories] if self.disk_pool is not None else (),
+            checksums=config.checksums and io != "null",
+            directories=regions,
             stripe_width=config.stripe_width,
             retained_limit=(
                 budget := int(config.retained_fraction * max(device_blocks, self.sizing.host_blocks, disk_blocks))
@@ -216,9 +198,9 @@ class KVStore:
             pools[row, 0] = self.table.base(tier)
             if pool is not None:
                 pools[row, 1:] = pool.base, pool.stride
-        firsts = self.disk_pool.first_slot if self.disk_pool is not None else [0]
+        firsts = [sum(regions[:i]) for i in range(len(regions))] or [0]
         slabs = np.array([*firsts, max(disk_blocks, 1)], np.int64)
-        self._moving = Pump(self.table, self.io, self.ledger, lengths, pools, slabs)
+        self._moving = self._new_pump(lengths, pools, slabs)
         self._pending: dict[int, _Pending] = {}
         self._done: list[Done] = []
         self._next_ticket = 0
@@ -241,6 +223,35 @@ class KVStore:
                 self._close_pools()
                 raise
 
+    def _open_parts(
+        self, io: Wrap | str | None, device_pool: DevicePool | None, now: float, wall: float
+    ) -> Sequence[int]:
+        """Open pools, records and I/O engine; disk slots per directory."""
+        config, layout = self.config, self.layout
+        regions = [self.sizing.disk_blocks] if self.sizing.disk_blocks else []
+        if regions and io != "null":
+            self.disk_pool = DiskPool(
+                config.places(self.namespace.rank), config.disk_bytes, layout.slot_bytes, self.digest, config.min_free
+            )
+            regions = [d.blocks for d in self.disk_pool.directories]
+            self.ledger = Ledger(
+                self.disk_pool,
+                self.namespace.fields(layout),
+                self.digest,
+                now=nanoseconds(now),
+                wall=nanoseconds(wall),
+                checksums=config.checksums,
+                durable=config.durability == "fsync",
+                verify=config.verify == "all",
+            )
+        if self.sizing.host_blocks and io != "null":
+            self.host_pool = HostPool(self.sizing.host_blocks, layout.slot_bytes, pin=config.device.startswith("cuda"))
+        self.io = self._engine(io, device_pool)
+        return regions
+
+    def _new_pump(self, lengths: NDArray[np.int64], pools: NDArray[np.int64], slabs: NDArray[np.int64]) -> Pump:
+        return Pump(self.table, self.io, self.ledger, lengths, pools, slabs)
+
     def _engine(self, io: Wrap | str | None, device_pool: DevicePool | None) -> IOEngine:
         c = self.config
         if io == "null":
@@ -248,10 +259,10 @@ class KVStore:
         if isinstance(io, str):
             raise ConfigError(f'io="{io}" is not an engine. Leave it out, or give "null" for decisions only.')
         slabs, records, places = [], [], []
-        if self.disk_pool is not None and self.ledger is not None:
+        if self.disk_pool is not None and isinstance(self.ledger, Ledger):
             slabs, records = self.disk_pool.slabs, self.ledger.slabs()
             places = [d.path for d in self.disk_pool.directories]
-        threads = self.ledger.threads if self.ledger is not None else list
+        threads = self.ledger.threads if isinstance(self.ledger, Ledger) else list
         engine, self.modes = open_engine(c, slabs, records, places, device_pool, threads, self.device_pages)
         return io(engine) if io is not None else engine
 
@@ -356,7 +367,15 @@ class KVStore:
             f"{ALIGNMENT} and there is no host tier to stage it. Align it, or set host_bytes."
         )
 
-    def store(self, keys: Keys, *, source: Any, retention: Retention | None = None, now: float) -> Ticket:
+    def store(
+        self,
+        keys: Keys,
+        *,
+        source: Any,
+        retention: Retention | None = None,
+        prompt_tokens: int | None = None,
+        now: float,
+    ) -> Ticket:
         """Take blocks in that are not cached yet: into host memory, or to disk where there is no host tier.
 
         Parameters
@@ -366,6 +385,8 @@ class KVStore:
         source : as `into` of `load`
             Must not change until the ticket is done. With no host tier it must be aligned to 4 KiB.
         retention : Retention, optional
+        prompt_tokens : int, optional
+            Where the prompt ends, for a retention that tells it from what was decoded. By default all is prompt.
 
         Returns
         -------
@@ -377,7 +398,8 @@ class KVStore:
         addresses = self._addresses(source, len(keys))
         if not self.sizing.host_blocks and not self._aligned(addresses):
             raise self._misaligned(addresses)
-        wish = self.resolve(retention, len(keys), len(keys) * self.layout.tokens_per_block)
+        tokens = len(keys) * self.layout.tokens_per_block
+        wish = self.resolve(retention, len(keys), tokens if prompt_tokens is None else prompt_tokens)
         ident = self._ticket_id()
         cached, moving = self.table.store(keys, addresses, wish.priority, wish.ttl, wish.forget, ident, wish.tenant)
         ticket = Ticket(ident, cached)

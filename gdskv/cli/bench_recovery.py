@@ -99,7 +99,9 @@ def write_records(store: KVStore, n: int) -> None:
     changes["last"] = random.permutation(-(-n // CHAIN))[place // CHAIN] * CHAIN + CHAIN - place % CHAIN
     changes["priority"] = 35
     changes["deadline"] = np.where(place // CHAIN % 7 == 0, 3600 * 10**9, 0)
-    assert store.ledger is not None
+    from gdskv.ledger import Ledger
+
+    assert isinstance(store.ledger, Ledger)
     (directory,) = store.ledger.directories
     directory.encode(changes, 10**18, 0, np.zeros(1, np.uint32))
     folder = directory.folder

@@ -303,9 +303,10 @@ class BlockTable:
         args = (self.arrays, keys, addresses, len(keys), priority, ttl, forget, tenant, ticket, ents, self._result)
         return int(plan.store(*args)), int(self._result[0])
 
-    def launch(self, room: int, out: NDArray[np.int32]) -> tuple[int, NDArray[np.int64]]:
-        """Transfers that may start now, into `out`; and [ticket, index] of those that can never start."""
-        n = moves.launch(self.arrays, min(room, len(out)), out, self._failed, self.tickets_done)
+    def launch(self, room: int, out: NDArray[np.int32], *, at_once: bool = False) -> tuple[int, NDArray[np.int64]]:
+        """Transfers that may start now, into `out`; and [ticket, index] of those that can never start. With `at_once`
+        in order of issue, for somebody who sees to it that each waits for the earlier ones it depends on."""
+        n = moves.launch(self.arrays, min(room, len(out)), out, self._failed, self.tickets_done, at_once)
         return int(n), self._failed[: self.arrays.m[NBADROWS]].copy()
 
     def complete(self, results: NDArray[Any], count: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -159,19 +159,19 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
 
 
 @jit
-def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.ndarray) -> int:
-    """Write the transfers that may start now to `out`, at most `room`, in order of issue. One whose source never
-    arrived, or that was cancelled, fails here; if it belongs to a ticket, that is told as in `complete`, the number of
-    rows in `badrows`."""
+def launch(a: Arrays, room: int, out: np.ndarray, failed: np.ndarray, done: np.ndarray, at_once: bool) -> int:
+    """Write the transfers that may start now to `out`, at most `room`, in order of issue; with `at_once` all, for
+    somebody who keeps a scoreboard of his own. One whose source never arrived, or that was cancelled, fails here; if it
+    belongs to a ticket, that is told as in `complete`, the number of rows in `badrows`."""
     n = kept = bad = 0
     total = a.m[NXDEF]
     for i in range(total):
         x = a.xdef[i]
         r = a.x[x]
         ok = n < room
-        if ok and r.src != NONE:
+        if ok and not at_once and r.src != NONE:
             ok = a.s[r.src].wd >= r.w_src
-        if ok and r.dst != NONE:
+        if ok and not at_once and r.dst != NONE:
             ok = a.s[r.dst].wd >= r.w_dst and a.s[r.dst].rd >= r.r_dst
         if not ok:
             a.xdef[kept] = x
