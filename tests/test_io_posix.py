@@ -295,6 +295,28 @@ def test_close_lets_what_is_queued_finish(slab, memory):
     assert engine.close(0), "closing twice is harmless"
 
 
+def test_its_threads_stand_behind_the_caller(slab, memory):
+    """Batch jobs, which take no processor from the caller by waking; those that write and copy at nice 10."""
+    engine = PosixEngine([slab()], read_threads=3, write_threads=2)
+    tasks = [thread.native_id for thread in threading.enumerate() if thread.name.startswith("gdskv-io")]
+    assert len(tasks) >= 3 + 2 + 1
+    ours = tasks[-6:]
+    assert {os.sched_getscheduler(task) for task in ours} == {os.SCHED_BATCH}
+    assert [os.getpriority(os.PRIO_PROCESS, task) for task in ours] == [0, 0, 0, 10, 10, 10]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER and os.getpriority(os.PRIO_PROCESS, 0) == 0
+    assert engine.counters()["read_threads"] == 3 and engine.counters()["write_threads"] == 2
+    assert engine.close(5)
+
+
+def test_each_lane_may_have_its_own_number_of_threads(slab, memory):
+    engine = PosixEngine([slab(0), slab(1)], read_threads=[1, 0], write_threads=[2, 3])
+    assert engine.counters()["read_threads"] == 1 + 8 and engine.counters()["write_threads"] == 2 + 3
+    assert engine.submit(transfers(WRITE, memory, [0, 5])) == 2
+    assert engine.submit(transfers(READ, memory, [3], slab=1, tag=7)) == 1
+    assert set(drain(engine)["moved"]) == {PAGE}
+    assert engine.close(5)
+
+
 def test_a_forgotten_engine_leaves_no_threads(slab):
     before = threading.active_count()
     engine = PosixEngine([slab()])

@@ -134,8 +134,14 @@ def test_a_directory_removed_while_open_is_not_missed(tmp_path: Path) -> None:
     engine = open_engine(settings(place))
     serve(engine, 1, "real, directory removed")
     shutil.rmtree(place)
+    before = engine.verified
     serve(engine, 2, "real, directory removed")
+    assert engine.verified > before, "blocks are served on, from files that have no name any more"
     engine.kv.close()
+    assert not place.exists()
+    place.mkdir()
+    with open_engine(settings(place)).kv as again:
+        assert again.store.ledger.recovered.blocks == 0
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000])
