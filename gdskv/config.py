@@ -73,6 +73,19 @@ def _share_or_size(value: object) -> float | int:
     return float(number) if number < 1 else parse_size(number)
 
 
+def _budget(value: Any) -> str | int:
+    if isinstance(value, str) and value.lower().endswith("dwpd"):
+        try:
+            if float(value[:-4]) > 0:
+                return value.lower()
+        except ValueError:
+            pass
+        raise ConfigError(
+            f"{value!r} is no number of drive writes per day. Write '0.5dwpd', or bytes such as '500GiB'."
+        )
+    return parse_size(value)
+
+
 def _aligned(size: int) -> int:
     if size % ALIGNMENT or not ALIGNMENT <= size <= MAX_EXTENT:
         raise ConfigError(
@@ -105,10 +118,16 @@ class CacheConfig(BaseSettings):
         The torch device of the device pool, such as ``"cpu"`` or ``"cuda:0"``.
     host_clean
         Share of the host blocks that is kept on disk too, ahead of need, so that they can go at once.
-    policy
-        Order of eviction among equals: ``"lru"``, least recently used first.
+    policy, memory_policy
+        Order of eviction among equals, on disk and in memory: ``"lru"``, least recently used first, or ``"hazard"``,
+        first what is least likely to be asked again, as learned from the requests.
     spill
-        What is worth writing to disk: ``"all"``, ``"reused"`` (used again at least once) or ``"retained"``.
+        What is worth writing to disk: ``"all"``, ``"reused"`` (used again at least once), ``"retained"``, or
+        ``"learned"``: what is more likely to come back than what would leave for it. ``"auto"`` is ``"learned"`` where
+        ``policy`` is ``"hazard"``, else ``"all"``.
+    write_budget
+        Bytes that may be written to disk per day, such as ``"500GiB"``, or drive writes per day, such as ``"0.5dwpd"``;
+        held over every hour, retained blocks first. 0: any number.
     retained_fraction
         Share of a tier that blocks with a live deadline may hold as such.
     tenant_fraction
@@ -160,8 +179,10 @@ class CacheConfig(BaseSettings):
     min_free: Annotated[float | int, PlainValidator(_share_or_size)] = 0.05
     device: Annotated[str, Field(pattern=r"^[a-z]+(:[0-9]+)?$")] = "cpu"
     host_clean: Share = 0.10
-    policy: Literal["lru"] = "lru"
-    spill: Literal["all", "reused", "retained"] = "all"
+    policy: Literal["lru", "hazard"] = "lru"
+    memory_policy: Literal["lru", "hazard"] = "lru"
+    spill: Literal["auto", "all", "reused", "retained", "learned"] = "auto"
+    write_budget: Annotated[str | int, BeforeValidator(_budget)] = 0
     retained_fraction: Share = 0.5
     tenant_fraction: Share = 1.0
     on_expiry: Literal["demote", "forget"] = "demote"
@@ -218,11 +239,29 @@ class CacheConfig(BaseSettings):
                 f"disk_bytes={format_size(self.disk_bytes)} has no place: directories is empty. "
                 "Name one directory per drive, or set disk_bytes=0."
             )
+        if self.spill == "learned" and self.policy != "hazard":
+            raise ConfigError(
+                f"spill='learned' cannot be had with policy={self.policy!r}, under which the disk learns nothing. "
+                "Set policy='hazard', or spill='all'."
+            )
         return self
 
     def places(self, rank: int) -> tuple[Path, ...]:
         """Return the directories of a rank."""
         return tuple(Path(str(path).replace("{rank}", str(rank))) for path in self.directories)
+
+    @property
+    def spills(self) -> str:
+        """What ``spill`` means under this ``policy``."""
+        if self.spill != "auto":
+            return self.spill
+        return "learned" if self.policy == "hazard" else "all"
+
+    def budget_per_hour(self) -> float:
+        """Return the bytes that may be written to disk in an hour; 0: any number."""
+        if isinstance(self.write_budget, str):
+            return float(self.write_budget[:-4]) * self.disk_bytes / 24
+        return self.write_budget / 24
 
     def sources(self) -> dict[str, str]:
         """Return where each setting came from: ``keyword``, ``variable GDSKV_X``, ``file kv.toml`` or ``default``."""

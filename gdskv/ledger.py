@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gdskv._jit import jit
-from gdskv.directory import Directory, open_directories, records
+from gdskv.directory import Directory, learned, open_directories, records
 from gdskv.directory.directory import tenant_crc
 from gdskv.directory.records import IDENTITY, IS_BAD, PRESENT, STATE_RECORD, TO_FORGET
 from gdskv.directory.verify import verify
@@ -23,6 +23,7 @@ from gdskv.failing import Health
 from gdskv.io.base import TRANSFER, WRITE, Slab
 from gdskv.pools.disk import SLAB_HEADER, DiskPool
 from gdskv.table import CHANGE, BlockTable
+from gdskv.table.learned import SHAPE
 
 ROUND = 512  # records brought up to date per call
 IDENTITY_BYTES, STATE_BYTES = IDENTITY.itemsize, STATE_RECORD.itemsize
@@ -119,6 +120,10 @@ class Journaled(Protocol):
 
     @property
     def unremembered(self) -> int: ...
+    @property
+    def learns(self) -> bool: ...
+    def learned(self) -> bytes: ...
+    def learn_from(self, content: bytes) -> bool: ...
     def tenant(self, name: str) -> int: ...
     def remember(self) -> None: ...
     def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int: ...
@@ -136,6 +141,8 @@ class Records(Protocol):
     recovered: Recovered
     failed_records: int
     durable_records: int
+    learned_loaded: int
+    learned_discarded: int
 
     @property
     def complete(self) -> bool: ...
@@ -206,6 +213,7 @@ class Ledger:
         self._sync_batch = 0
         self.failed_records = 0
         self.durable_records = 0
+        self.learned_loaded = self.learned_discarded = 0
         self.recovered = Recovered(0, 0, 0, 0, 0, ())
 
     def slabs(self) -> list[Slab]:
@@ -283,6 +291,11 @@ class Ledger:
         for directory in self.directories:
             directory.begin()
         self._pool.trim()
+        if table.learns:
+            content = learned.load(self.directories[0].folder, SHAPE)
+            fits = isinstance(content, bytes) and table.learn_from(content)
+            self.learned_loaded += fits
+            self.learned_discarded += not fits and content != ""
 
     def _drop_broken(self, index: int, directory: Directory) -> int:
         """Read all payloads; those that are not what their records say are dropped. How many."""
@@ -417,6 +430,8 @@ class Ledger:
 
     def close(self, table: Journaled, *, clean: bool, counters: dict[str, int]) -> None:
         """Close the directories' files."""
+        if table.learns:
+            learned.save(self.directories[0].folder, SHAPE, table.learned())
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
         read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))

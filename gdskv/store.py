@@ -181,7 +181,10 @@ class KVStore:
             disk_blocks,
             write_limit=config.write_queue,
             host_clean=config.host_clean,
-            spill=config.spill,
+            policy=config.policy,
+            memory_policy=config.memory_policy,
+            spill=config.spills,
+            write_budget=config.budget_per_hour() / layout.slot_bytes,
             protect_unexpired=config.protect_unexpired,
             checksums=config.checksums and io != "null",
             directories=regions,
@@ -436,6 +439,7 @@ class KVStore:
         out["reads_again"] = self._moving.reads_again
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
+            out["learned_loaded"], out["learned_discarded"] = self.ledger.learned_loaded, self.ledger.learned_discarded
             states = self.ledger.health.states
             out["directories_read_only"] = sum(s.read_only for s in states)
             out["read_only_periods"] = sum(s.closures for s in states)

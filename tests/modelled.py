@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from doubles import Fail, FaultEngine, Flip, Short
-from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, WrongBytes, config, payload
+from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, WrongBytes, config, payload, trust
 from shuffled import ShuffledEngine
 
 import gdskv
@@ -37,6 +37,8 @@ class World(NamedTuple):
     lazy: float = 0.3
     depth: int = 4096
     spill: str = "all"
+    policy: str = "lru"
+    memory_policy: str = "lru"
     on_expiry: str = "demote"
     protect: bool = False
     retained: float = 0.5
@@ -169,6 +171,8 @@ class Run:
                 w.host,
                 w.disk,
                 spill=w.spill,
+                policy=w.policy,
+                memory_policy=w.memory_policy,
                 on_expiry=w.on_expiry,
                 protect_unexpired=w.protect,
                 retained_fraction=w.retained,
@@ -185,6 +189,7 @@ class Run:
             wall=WALL + self.now,
             io=self._wrap,
         )
+        trust(self.kv.store)
 
     def _wrap(self, engine: Any) -> Any:
         engine = FaultEngine(engine, self._fault)

@@ -25,6 +25,8 @@ SIZES = [
 def some_world(rng: random.Random, folder: str = IN_MEMORY) -> World:
     """Sizes down to a slot a tier, settings, and how much goes wrong."""
     device, host, disk = rng.choice(SIZES)
+    policy = rng.choice(["lru", "hazard", "hazard"])
+    spills = ["all", "all", "reused", "retained"] if policy == "lru" else ["all", "learned", "learned", "retained"]
     return World(
         device,
         host,
@@ -35,7 +37,9 @@ def some_world(rng: random.Random, folder: str = IN_MEMORY) -> World:
         copy_faults=rng.choice([0, 0, 0, 0.1]),
         lazy=rng.choice([0, 0.3, 0.7]),
         depth=rng.choice([1, 3, 4096, 4096]),
-        spill=rng.choice(["all", "all", "reused", "retained"]),
+        spill=rng.choice(spills),
+        policy=policy,
+        memory_policy=rng.choice(["lru", "hazard"]),
         on_expiry=rng.choice(["demote", "forget"]),
         protect=rng.random() < 0.2,
         retained=rng.choice([0.25, 0.5, 1.0]),
@@ -102,7 +106,16 @@ def test_with_room_for_all_everything_committed_is_found(seed: int, totals: Tota
 def test_when_transfers_end_does_not_change_what_is_decided(seed: int, totals: Totals) -> None:
     rng = random.Random(seed)
     sizes = rng.choice([(4, 4, 16), (3, 2, 5), (8, 8, 32)])
-    world = World(*sizes, patient=True, folder=IN_MEMORY, on_expiry=rng.choice(["demote", "forget"]))
+    policy = rng.choice(["lru", "hazard"])
+    world = World(
+        *sizes,
+        patient=True,
+        folder=IN_MEMORY,
+        on_expiry=rng.choice(["demote", "forget"]),
+        policy=policy,
+        memory_policy=policy,
+        spill="learned" if policy == "hazard" else "all",
+    )
     steps = make_steps(rng, 300)
     runs = [check(world._replace(lazy=lazy), seed + i, steps, totals) for i, lazy in enumerate((0.0, 0.9))]
     assert runs[0].decisions == runs[1].decisions

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from doubles import Fail, FaultEngine, Flip, Short
 from faulty import aligned
-from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, config, payload
+from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, config, payload, trust
 from modelled import document
 from shuffled import ShuffledEngine
 from test_model import IN_MEMORY
@@ -51,11 +51,19 @@ class Run:
         host, disk = self.rng.choice(SIZES)
         self.read_faults, self.write_faults = self.rng.choice([0, 0, 0.2]), self.rng.choice([0, 0, 0.1])
         settings = config(
-            folder, 0, host, disk, write_queue=self.rng.choice([2, 4096]), read_threads=1, write_threads=1
+            folder,
+            0,
+            host,
+            disk,
+            write_queue=self.rng.choice([2, 4096]),
+            read_threads=1,
+            write_threads=1,
+            policy=self.rng.choice(["lru", "hazard"]),
         )
         self.crooked = host > 0
         self.now = 0.0
         self.kv = gdskv.KVStore(settings, LAYOUT, NAMESPACE, io=self._wrap)
+        trust(self.kv)
         self.found: list[tuple[Found, np.ndarray]] = []
         self.stores: dict[int, tuple[Ticket, np.ndarray]] = {}
         self.loads: dict[int, tuple[Ticket, np.ndarray, np.ndarray]] = {}

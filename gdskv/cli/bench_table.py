@@ -21,15 +21,19 @@ __all__ = ["table"]
 CHAIN = 2048  # blocks of a request
 CHAINS = 128  # per round and side
 ROUNDS = 7
+OTHERS = 100  # rounds whose chains no other round inserts
 
 
 def table(
     entries: Annotated[int, typer.Option(min=2 * CHAIN, help="Blocks in the table.")] = 10_000_000,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure a match of 2,048 blocks, and insert+evict of blocks in a full table; both in ns a block."""
+    """Measure a match of 2,048 blocks, and insert+evict of blocks in a full table by last use and by learned value; all
+    in ns a block."""
+    from gdskv.table.learned import TRUST
+
     chains = Chains(entries)
-    with console.progress("bench table", len(chains) + 2 * 2 * (ROUNDS + 1)) as step:
+    with console.progress("bench table", 2 * len(chains) + 3 * 2 * (ROUNDS + 1)) as step:
         full = fill(chains, step)
         lookup = {key: READY for n in range(len(chains)) for key in chains.as_bytes(n)}
         ours, theirs = benchlib.interleave(
@@ -44,8 +48,20 @@ def table(
             lambda n: insert_ns(full, chains, n), lambda n: dict_insert_ns(lru, chains, n), rounds=ROUNDS, step=step
         )
         inserted = benchlib.Result.of(f"insert+evict {entries}", ours, "ns/block", theirs, "OrderedDict as LRU")
+        learning = fill(chains, step, "hazard")
+        learning.arrays.lm[TRUST] = 1
+        ours, theirs = benchlib.interleave(
+            lambda n: insert_ns(learning, chains, n),
+            lambda n: insert_ns(full, chains, n + OTHERS),
+            rounds=ROUNDS,
+            step=step,
+        )
+        hazard = benchlib.Result.of(
+            f"hazard insert+evict {entries}", ours, "ns/block", theirs, "insert+evict by last use"
+        )
     full.check()
-    benchlib.show("table", [matched, inserted], json=json, rounds=ROUNDS, blocks_per_round=CHAIN * CHAINS)
+    learning.check()
+    benchlib.show("table", [matched, inserted, hazard], json=json, rounds=ROUNDS, blocks_per_round=CHAIN * CHAINS)
 
 
 READY = 2
@@ -85,11 +101,11 @@ class Chains:
         return range(first, first + CHAINS)
 
 
-def fill(chains: Chains, step: Callable[[int], None]) -> BlockTable:
+def fill(chains: Chains, step: Callable[[int], None], policy: str = "lru") -> BlockTable:
     """A table with all blocks of the chains in its device tier, which is full."""
     from gdskv.table import BlockTable
 
-    full = BlockTable(chains.entries, 0, 0, transfers=4 * CHAIN)
+    full = BlockTable(chains.entries, 0, 0, transfers=4 * CHAIN, memory_policy=policy)
     insert = inserter(full)
     for n in range(len(chains)):
         insert(chains.keys(n))

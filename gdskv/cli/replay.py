@@ -36,10 +36,22 @@ def replay(
         Path | None, typer.Argument(help="Trace file, one JSON object a line; a made-up one if none is given.")
     ] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Decisions only: no bytes, no files.")] = False,
-    policy: Annotated[str, typer.Option(help="Order of eviction among equals.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Order of eviction among equals on disk, or in the only tier: lru or hazard.")
+    ] = "lru",
+    memory_policy: Annotated[str, typer.Option(help="The same in the tiers above the disk.")] = "lru",
+    write_budget: Annotated[
+        str, typer.Option(help="Writes to disk per day of trace time: bytes, or as 0.5dwpd; 0: any number.")
+    ] = "0",
     device_blocks: Annotated[int, typer.Option(help="Blocks of the device tier; 0: no such tier.")] = 0,
     host_blocks: Annotated[int, typer.Option(help="Blocks of the host tier.")] = 0,
-    disk_blocks: Annotated[int, typer.Option(help="Blocks of the disk tier.")] = 0,
+    disk_blocks: Annotated[
+        str, typer.Option(help="Blocks of the disk tier; with --compare several sizes, as 1000,3000,5000.")
+    ] = "0",
+    compare: Annotated[
+        str, typer.Option(help="Instead, compare policies on one tier: some of lru,arc,s3fifo,hazard,belady.")
+    ] = "",
+    plot: Annotated[Path | None, typer.Option(help="Image file for the comparison.")] = None,
     block_bytes: Annotated[str, typer.Option(help="Bytes of a block, such as 64KiB.")] = "64KiB",
     block_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a block, if not the schema's own (512; Qwen-Bailian 16).")
@@ -73,13 +85,24 @@ def replay(
 
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens} is below 1. Give the tokens that one hash id stands for.")
+    sizes = _numbers(disk_blocks)
+    if compare:
+        if not simulate or trace is None:
+            raise ConfigError("compare needs a trace file and --simulate: the other policies move no bytes.")
+        loaded = read_trace(trace, block_tokens=block_tokens, limit=limit, skip_bad_lines=skip_bad_lines)
+        _compare(str(trace), loaded, compare.split(","), sizes, plot, json)
+        return
+    if len(sizes) != 1:
+        raise ConfigError(f"disk_blocks={disk_blocks} names {len(sizes)} sizes. Give one, or --compare POLICIES.")
     plan = Plan(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        disk_blocks=disk_blocks,
+        disk_blocks=sizes[0],
         block_bytes=parse_size(block_bytes),
         directories=tuple(directory or ()),
         policy=policy,
+        memory_policy=memory_policy,
+        write_budget=write_budget,
         simulate=simulate,
         concurrency=concurrency,
         speed=speed,
@@ -104,12 +127,52 @@ def replay(
         raise typer.Exit(1)
 
 
+def _numbers(text: str) -> list[int]:
+    from gdskv.errors import ConfigError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"disk_blocks={text!r} is no number of blocks. Write 5000, or 1000,5000 to compare."
+        ) from None
+
+
+def _compare(
+    name: str, trace: Trace, policies: list[str], sizes: list[int], plot_file: Path | None, json: bool
+) -> None:
+    from gdskv.replay.policies.compare import compare, plot
+
+    asked = sum(len(request.hash_ids) for request in trace.requests)
+    with console.progress("compare", len(sizes) * len({*policies, "lru", "belady"})) as step:
+        outcomes = compare(trace, policies, sizes, step)
+    if plot_file is not None:
+        plot(outcomes, asked, Path(name).stem, plot_file)
+    if json:
+        rows = [outcome._asdict() | {"hit_ratio": outcome.hits / max(asked, 1)} for outcome in outcomes]
+        console.print_json({"trace": name, "blocks_asked": asked, "results": rows})
+        return
+    shown = {
+        "hit ratio": [f"{o.hits / max(asked, 1):.4f}" for o in outcomes],
+        "blocks written": [f"{o.blocks_written:,}" for o in outcomes],
+        "share of the way from LRU to Belady": [f"{o.way:.3f}" for o in outcomes],
+    }
+    console.out.print(f"{name}: {asked:,} blocks asked", markup=False)
+    for title, cells in shown.items():
+        table = Table(title, box=SIMPLE_HEAD)
+        for size in sizes:
+            table.add_column(f"{size:,}", justify="right")
+        for k, policy in enumerate(policies):
+            table.add_row(policy, *cells[k :: len(policies)])
+        console.out.print(table)
+
+
 def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]:
     hits = {tier: tally.hits[tier] for tier in ("device", "host", "disk")}
     # Blocks, not the records beside them: what was spilled, or, with nothing above the disk, what requests put there.
     written = tally.stats["spills"] - tally.stats["failed_writes"]
     if next(iter(plan.blocks)) == "disk":
-        written = tally.blocks_missing
+        written = tally.stats["committed"] - tally.stats["failed_writes"]
     bytes_read = (tally.stats["matched_disk"] + tally.stats["prefetches"]) * plan.block_bytes
     if next(iter(plan.blocks)) == "disk":
         bytes_read = hits["disk"] * plan.block_bytes
@@ -117,12 +180,15 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "trace": name,
         "simulate": plan.simulate,
         "policy": plan.policy,
+        "memory_policy": plan.memory_policy,
+        "write_budget": plan.write_budget,
         "tiers": plan.blocks,
         "directories": console.places(tally.directories),
         "block_bytes": plan.block_bytes,
         "block_tokens": trace.block_tokens,
         "requests": tally.requests,
         "requests_cut": tally.requests_cut,
+        "blocks_cut": tally.blocks_cut,
         "bad_lines": trace.bad_lines,
         "blocks_asked": tally.blocks_asked,
         "hit_ratio": sum(hits.values()) / max(tally.blocks_asked, 1),

@@ -45,6 +45,7 @@ class Fleet:
         self.regions = list(hellos[0].directories)
         self.recovered = Recovered(0, 0, 0, 0, 0, tuple(why for h in hellos for why in h.why))
         self.failed_records = self.durable_records = 0
+        self.learned_loaded = self.learned_discarded = 0
         self._hellos = hellos
         self._to_wall = to_wall
         self._fill = max(h.next_fill for h in hellos)

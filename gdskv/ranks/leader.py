@@ -82,6 +82,7 @@ class Leader:
         self._number = 0
         self._heard = [now] * ranks
         self._lost: list[Done] = []
+        self._learned = b""  # by tables that were given up
         self._left_to_flush = 0
         self.counters = {"sessions": 0, "sessions_lost": 0, "reports_ignored": 0}
         self.rank_counters: list[dict[str, int]] = [{} for _ in range(ranks)]
@@ -138,6 +139,8 @@ class Leader:
         sizes = {"host_bytes": first.host_blocks * slot, "disk_bytes": disk * slot, "device_bytes": 0}
         fleet = Fleet(hellos, self._to_wall)
         self.store = RankedStore(fleet, self.config.model_copy(update=sizes), self.layout, self.namespace, now=now)
+        if self._learned:
+            self.store.table.learn_from(self._learned)
         self.recovered = fleet.recovered.blocks
         self._hellos, self._retired, self._forget = {}, [], False
         self._heard = [now] * self.ranks
@@ -153,6 +156,8 @@ class Leader:
         self.counters["sessions_lost"] += 1
         epochs = self.store.fleet.epochs
         self._retired = [e for rank, e in enumerate(epochs) if rank != keep]
+        if self.store.table.learns:
+            self._learned = self.store.table.learned()
         self._lost += self.store.fail_all()
         self.store = None
 

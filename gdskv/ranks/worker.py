@@ -472,6 +472,14 @@ class _Slots:
     him."""
 
     transfers = RECORDS
+    learns = False
+    """The leader's table does."""
+
+    def learned(self) -> bytes:
+        return b""
+
+    def learn_from(self, content: bytes) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.batches: deque[NDArray[Any]] = deque()

@@ -60,6 +60,7 @@ class ManagedPlayer:
         if isinstance(answer, Rejected):
             return None
         self.tally.requests_cut += len(keys) < wanted
+        self.tally.blocks_cut += wanted - len(keys)
         self._number += 1
         if self._promises.plan.share:
             self._promises.served(keys, len(answer.tiers), now)

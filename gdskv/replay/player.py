@@ -40,6 +40,11 @@ class Plan:
     block_bytes: int = 65536
     directories: tuple[Path, ...] = ()
     policy: str = "lru"
+    """Of the disk tier, or of the only one."""
+    memory_policy: str = "lru"
+    """Of the tiers above it."""
+    write_budget: str = "0"
+    """Bytes, or drive writes, per day of trace time; 0 is any number."""
     simulate: bool = False
     """Decisions only: no bytes, no files."""
     concurrency: int = 1
@@ -78,6 +83,8 @@ class Tally:
     requests: int = 0
     requests_cut: int = 0
     """Requests longer than the top tier, of which only the leading part was run."""
+    blocks_cut: int = 0
+    """Blocks behind that part, which nobody asked the tiers for."""
     blocks_asked: int = 0
     hits: Counter[str] = field(default_factory=Counter)
     """Blocks found, by tier."""

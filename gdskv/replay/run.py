@@ -40,10 +40,16 @@ def run(trace: Trace, plan: Plan, *, io: Any = None, step: Callable[[int], None]
     """
     layout = KVLayout.raw(plan.block_bytes)
     blocks = plan.blocks
-    if plan.simulate:  # only the number of blocks matters; the topmost tier takes the place of the device tier
+    policies = {"policy": plan.policy, "memory_policy": plan.memory_policy}
+    if len(blocks) == 1 and "disk" not in blocks:
+        policies["memory_policy"] = plan.policy
+    if plan.simulate and (list(blocks) != ["disk"] or plan.ttl.share):
+        # only the number of blocks matters; the topmost tier takes the place of the device tier
         top = next(iter(blocks))
         blocks = {"device": blocks.pop(top)} | blocks
-        io = "null"
+        if list(plan.blocks) == ["disk"]:
+            policies["memory_policy"] = plan.policy
+    io = "null" if plan.simulate else io
     with ExitStack() as stack:
         directories = plan.directories
         if "disk" in blocks and not directories:
@@ -53,7 +59,8 @@ def run(trace: Trace, plan: Plan, *, io: Any = None, step: Callable[[int], None]
             host_bytes=blocks.get("host", 0) * layout.slot_bytes,
             disk_bytes=blocks.get("disk", 0) * layout.slot_bytes,
             directories=directories,
-            policy=plan.policy,
+            **policies,
+            write_budget=plan.write_budget,
             retained_fraction=plan.ttl.retained_fraction,
         )
         player: Player

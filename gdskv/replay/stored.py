@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,8 @@ _NOTHING = np.empty(0, np.int64)
 @dataclass(eq=False)
 class _Flight:
     keys: Keys
-    memory: npt.NDArray[np.uint8]
-    """A block per row."""
+    memory: npt.NDArray[Any]
+    """A block per row; in a simulation an address each, of nothing."""
     found: Found
     began_ns: int
     ticket: Ticket | None
@@ -50,11 +50,16 @@ class StoredPlayer:
     def __init__(self, store: KVStore, plan: Plan, longest: int) -> None:
         self.tally = Tally(timings={name: Timing() for name in ("match", "load", "store", "poll")})
         self._store = store
+        self._simulate = plan.simulate
+        self._done: dict[int, Done] = {}
+        self._free: list[npt.NDArray[Any]]
+        if plan.simulate:  # nobody reads or writes there
+            self._free = [np.zeros(longest, np.uint64) for _ in range(plan.concurrency)]
+            return
         shape = (plan.concurrency, longest, plan.block_bytes)
         # a mapping of its own begins on a page, which O_DIRECT asks for
         memory = np.frombuffer(mmap.mmap(-1, max(1, plan.concurrency * longest * plan.block_bytes)), dtype=np.uint8)
         self._free = list(memory.reshape(shape))
-        self._done: dict[int, Done] = {}
 
     def start(self, keys: Keys, now: float) -> _Flight | None:
         from gdskv.store import Rejected
@@ -105,7 +110,7 @@ class StoredPlayer:
         tally.failed_blocks += len(lost)
         tally.blocks_missing += len(flight.keys) - good
         failed = set(lost.tolist())
-        for index, key in enumerate(flight.keys):
+        for index, key in enumerate(flight.keys if not self._simulate else ()):
             if index >= found.length or index in failed:
                 pattern.fill(flight.memory[index], key)
             else:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from . import entries, journal, moves, plan, slots
 from .check import WRONG, check
+from .learned import ASKED, BURST, PER_NS, S_ASKED, S_HITS, SCALES, TOKENS, from_bytes, to_bytes
 from .state import (
     BASE,
     C_REJECTED,
@@ -28,6 +29,7 @@ from .state import (
     JHEAD,
     JOURNAL,
     JTAIL,
+    LEARNS,
     NBAD,
     NBADROWS,
     NFREE,
@@ -44,6 +46,7 @@ from .state import (
     RETRY_NS,
     SPILL,
     SPILL_ALL,
+    SPILL_LEARNED,
     SPILL_RETAINED,
     SPILL_REUSED,
     STRIPE,
@@ -56,9 +59,10 @@ from .state import (
 )
 
 Keys = NDArray[np.uint64]
+BURST_SHARE = 0.04  # of an hour's write budget, that may be spent at once
 SWEEP = 64  # deadlines acted on per call, tier and kind
 CLEAN_WINDOW_MOST = 1024  # host blocks looked at per call
-_SPILL = {"all": SPILL_ALL, "reused": SPILL_REUSED, "retained": SPILL_RETAINED}
+_SPILL = {"all": SPILL_ALL, "reused": SPILL_REUSED, "retained": SPILL_RETAINED, "learned": SPILL_LEARNED}
 _WHY = {plan.NO_SLOTS: "slots", plan.NO_TRANSFERS: "transfers"}
 
 
@@ -96,8 +100,12 @@ class BlockTable:
         Blocks waiting to be written to disk, above which best-effort spills are shed.
     host_clean : float
         Share of the host slots, those next to leave, that are written to disk ahead of need.
-    spill : {"all", "reused", "retained"}
-        Which blocks are worth writing.
+    policy, memory_policy : {"lru", "hazard"}
+        Order among equals in the disk tier, and in the two above: by last use, or by what is learned to come back.
+    spill : {"all", "reused", "retained", "learned"}
+        Which blocks are worth writing; "learned" asks for `policy` "hazard".
+    write_budget : float
+        Blocks that may be written to disk in an hour; 0 = any number.
     protect_unexpired : bool
         A disk full of live retained blocks refuses new ones.
     checksums : bool
@@ -121,7 +129,10 @@ class BlockTable:
         transfers: int = 0,
         write_limit: int = 4096,
         host_clean: float = 0.1,
+        policy: str = "lru",
+        memory_policy: str = "lru",
         spill: str = "all",
+        write_budget: float = 0.0,
         protect_unexpired: bool = False,
         checksums: bool = True,
         retry_after: float = 1.0,
@@ -133,8 +144,12 @@ class BlockTable:
     ) -> None:
         memory = device_blocks + host_blocks
         self.transfers = transfers or max(4096, 4 * memory + 4 * write_limit)
-        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers, directories)
+        policies = (memory_policy, memory_policy, policy)
+        by_value = [t for t in range(3) if policies[t] == "hazard"]
+        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers, directories, by_value)
         a.m[STRIPE] = stripe_width
+        a.lf[PER_NS] = write_budget / 3600e9
+        a.lf[BURST] = a.lf[TOKENS] = max(1.0, BURST_SHARE * write_budget) if write_budget else 0.0
         a.m[WRITE_LIMIT] = write_limit
         a.m[SPILL] = _SPILL[spill]
         a.m[PROTECT] = protect_unexpired
@@ -376,6 +391,32 @@ class BlockTable:
                 out[f"{tier}_{name}"] = int(a.m[at + t])
         out["retained"] = int(a.m[NRETAINED])
         out.update(in_flight=self.launched, deferred=self.deferred, writing=self.writing)
+        return out
+
+    @property
+    def learns(self) -> bool:
+        """Is there a tier whose order is learned?"""
+        return bool(self.arrays.m[LEARNS])
+
+    def learned(self) -> bytes:
+        """What was learned, for a later table's `learn_from`."""
+        return to_bytes(self.arrays)
+
+    def learn_from(self, content: bytes) -> bool:
+        """Begin with what an earlier table has learned. False, and cold, if that is nothing of the kind."""
+        return from_bytes(self.arrays, content)
+
+    def curve(self) -> dict[float, float]:
+        """Hit ratio that the tiers together would have had at 1/4 up to 8 times their size, from shadow caches.
+
+        Few blocks are asked by almost every request. Where the sample holds fewer uses than it should, one of those is
+        not in it, and its uses are hits at any size (the correction of SHARDS, FAST 2015)."""
+        a = self.arrays
+        expected = int(a.lm[ASKED]) / (1 << int(a.sh[0]))
+        out = {}
+        for m, scale in enumerate(SCALES):
+            hits = int(a.sm[m, S_HITS]) + expected - int(a.sm[m, S_ASKED])
+            out[scale] = min(1.0, max(0.0, hits / expected)) if expected else 0.0
         return out
 
     def check(self, *, closed: bool = True, exclusive: bool = False) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import index, order
+from .checkvalue import check_value
 from .moves import writes_disk
 from .state import (
     ABSENT,
@@ -71,7 +72,12 @@ WRONG = (
     "the index holds what is not there",
     "a lease is negative",
     "retained blocks are miscounted",
+    "a list by value is broken",
+    "what was learned is no count",
+    "a shadow cache is broken",
 )
+
+BY_VALUE_WRONG = 21  # place in WRONG before those of `check_value`
 
 
 @jit
@@ -146,6 +152,9 @@ def check(a: Arrays, closed: bool, exclusive: bool) -> int:
                 return 8
             if a.e[a.s[up].entry].deadline > a.e[a.s[g].entry].deadline:
                 return 8
+    wrong = check_value(a)
+    if wrong:
+        return BY_VALUE_WRONG + wrong
     in_index = 0
     for i in range(a.ix.shape[0]):
         in_index += a.ix[i] != np.uint64(0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from . import index, order, slots
+from . import asked, index, order, slots
 from .notes import FILL, note, note_state
 from .state import (
     ABSENT,
@@ -63,6 +63,7 @@ def create(a: Arrays, k0: np.uint64, k1: np.uint64, parent: int, root: bool) -> 
     ln.own_deadline, ln.own_priority, ln.firm, ln.tenant = 0, 0, 0, 0
     ln.child = ln.next = ln.prev = NONE
     index.insert(a, n)
+    asked.made(a, n)
     if parent != NONE:
         adopt(a, parent, n)
     return n
@@ -143,6 +144,7 @@ def _destroy(a: Arrays, n: int) -> None:
         lose_sight(a, c)
         c = after
     a.l[n].child = NONE
+    asked.gone(a, n)
     index.remove(a, n)
     a.e[n].gen += np.uint32(1)
     a.estack[a.m[NENTS]] = n

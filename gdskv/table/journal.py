@@ -11,7 +11,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from . import entries, index, order, slots
+from . import asked, entries, index, order, slots
 from .notes import BUSY, FILL, STATE, note
 from .state import (
     BASE,
@@ -180,11 +180,13 @@ def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
                 entries.adopt(a, p, e)
         before = e
     _cut_circles(a, blocks, n)
+    asked.resume(a, n)
     for j in range(n):
         c = blocks[by_use[j]]
         e = a.s[base + c.slot].entry
         if e == NONE:
             continue
+        asked.restored(a, e, n - j)
         order.enlist(a, DISK, base + c.slot)
         if order.orphan(a, e):
             entries.lose_sight(a, e)

@@ -1,7 +1,8 @@
 """Who leaves a tier first: orphans and forgotten blocks, then by priority, then by the order among equals; blocks with
 a live deadline last, earliest first; children before parents.
 
-The order among equals is the replaceable piece: `enlist` and `touch` are least recently used. Reads no clock.
+The order among equals is by last use, as `enlist` and `touch` keep it, and beside it by value (see `byvalue`), where a
+tier has both. Reads no clock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
+from . import byvalue
 from .slots import _trailing_zeros
 from .state import (
     COUNTED,
@@ -44,6 +46,7 @@ def _append(a: Arrays, t: int, q: int, g: int) -> None:
     else:
         a.s[tail].next = g
     a.ends[t, q, 1] = g
+    byvalue.place(a, t, g, False)
 
 
 @jit
@@ -56,10 +59,12 @@ def _prepend(a: Arrays, t: int, q: int, g: int) -> None:
     else:
         a.s[head].prev = g
     a.ends[t, q, 0] = g
+    byvalue.place(a, t, g, True)
 
 
 @jit
 def _unchain(a: Arrays, t: int, g: int) -> None:
+    byvalue.remove(a, t, g)
     q = a.s[g].where
     before, after = a.s[g].prev, a.s[g].next
     if before == NONE:
@@ -269,14 +274,23 @@ def put_first(a: Arrays, t: int, g: int) -> None:
 def child_left(a: Arrays, t: int, parent: int) -> None:
     """A parent that was passed over because of its children may leave once the last of them has."""
     g = a.e[parent].slot[t]
-    if g != NONE and a.s[g].where == HELD and a.l[parent].kids[t] == 0:
+    if g == NONE or a.l[parent].kids[t] != 0:
+        return
+    if a.s[g].where == HELD:
         enlist_head(a, t, g)
+    else:
+        byvalue.place(a, t, g, True)
 
 
 @jit
 def victim(a: Arrays, t: int) -> int:
     """Take the next slot to leave out of the order and return it, or NONE."""
     found = aside = NONE
+    if byvalue.trusted(a, t) and a.ends[t, FIRST, 0] == NONE:
+        found = byvalue.worst(a, t)
+        if found != NONE:
+            delist(a, t, found)
+            return found
     while True:
         if a.bits[t, 0] != _0:
             q = _trailing_zeros(a.bits[t, 0])

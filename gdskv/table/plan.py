@@ -10,7 +10,9 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from . import entries, index, order, slots
+from . import budget, byvalue, entries, index, order, slots
+from .asked import again, ask, class_made
+from .learned import ASKED, REFUSE, REFUSE_SPILL
 from .moves import issue
 from .notes import note_state
 from .state import (
@@ -29,6 +31,9 @@ from .state import (
     C_ONBOARDS_HOST,
     C_OVER_BUDGET,
     C_PREFETCHES,
+    C_REFUSED_BY_BUDGET,
+    C_REFUSED_BY_BUDGET_RETAINED,
+    C_REFUSED_BY_VALUE,
     C_REFUSED_PROTECTED,
     C_REJECTED,
     C_RETAINED_WRITES,
@@ -71,6 +76,7 @@ from .state import (
     RETAINED_LIMIT,
     SPILL,
     SPILL_ALL,
+    SPILL_LEARNED,
     SPILL_REUSED,
     TENANT_LIMIT,
     TO_CLEAN,
@@ -91,6 +97,7 @@ def advance(a: Arrays, now: int) -> None:
     """Let the table's time be `now`, ns; it never steps back."""
     if now > a.m[NOW]:
         a.m[NOW] = now
+        budget.fill(a)
 
 
 @jit
@@ -153,6 +160,8 @@ def _worth(a: Arrays, n: int) -> bool:
     mode = a.m[SPILL]
     if mode == SPILL_ALL or order.retained(a, n):
         return True
+    if mode == SPILL_LEARNED:  # as the caller has raised the bar
+        return a.l[n].kids[DISK] > 0 or byvalue.over_bar(a, a.w[n].klass, a.w[n].asked, a.e[n].priority)
     return mode == SPILL_REUSED and a.e[n].uses >= 2
 
 
@@ -242,21 +251,54 @@ def _disk_room(a: Arrays, want: int) -> int:
 
 
 @jit
+def _disk_room_for(
+    a: Arrays, keys: np.ndarray, first: int, n: int, want: int, priority: np.ndarray, ttl: np.ndarray
+) -> int:
+    """Free disk slots for the missing blocks among those from `first`, up to `want` of them: under a learned admission
+    as far as the chain's blocks are worth more than what leaves for them."""
+    got = 0
+    learned = a.m[SPILL] == SPILL_LEARNED
+    for i in range(first, n):
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        if e != NONE and not order.forgotten(a, e, a.m[NOW]):
+            continue
+        if got == want:
+            break
+        if not budget.affords(a, got, ttl[i] > 0):
+            a.c[C_REFUSED_BY_BUDGET_RETAINED if ttl[i] > 0 else C_REFUSED_BY_BUDGET] += want - got
+            break
+        if learned and a.m[NFREE + DISK] <= got and ttl[i] <= 0:
+            byvalue.raise_bar(a, DISK, got, REFUSE)
+            if not byvalue.over_bar(a, class_made(a, keys[i, 0]), a.lm[ASKED], priority[i]):
+                a.c[C_REFUSED_BY_VALUE] += want - got
+                break
+        if learned and _disk_room(a, got + 1) <= got:
+            break
+        got += 1
+    return got if learned else _disk_room(a, got)
+
+
+@jit
 def _to_disk(a: Arrays, m: int) -> int:
     """Plan writes of the `m` gathered entries, root first, so that a block's parent is on disk before it. Returns how
     many found room; the rest is shed and counted."""
     if m == 0:
         return 0
     room = a.m[WRITE_LIMIT] - a.m[NWRITING]
-    want = 0
+    want = unaffordable = 0
     for i in range(m):
         n = a.tmp[2, i]
         a.e[n].flags &= ~np.uint32(MARK)
-        # Best effort up to the limit, retained blocks up to twice that.
-        if want == i and (i < room or (order.retained(a, n) and i < room + a.m[WRITE_LIMIT])):
-            want += 1
+        kept = order.retained(a, n)
+        if want == i and unaffordable == 0 and budget.affords(a, want, kept):
+            # Best effort up to the limit, retained blocks up to twice that.
+            want += i < room or (kept and i < room + a.m[WRITE_LIMIT])
+        elif want + unaffordable == i:
+            unaffordable += 1
+            a.c[C_REFUSED_BY_BUDGET_RETAINED if kept else C_REFUSED_BY_BUDGET] += 1
+    a.c[C_SHED_QUEUE] += m - want - unaffordable
+    a.c[C_SHED_QUEUE] += max(0, want - max(0, a.m[NXFREE] - a.m[XKEEP]))
     want = min(want, max(0, a.m[NXFREE] - a.m[XKEEP]))
-    a.c[C_SHED_QUEUE] += m - want
     for i in range(want):
         _guard(a, a.e[a.tmp[2, i]].parent, DISK, 1)
     got = _disk_room(a, want)
@@ -275,6 +317,7 @@ def _to_disk(a: Arrays, m: int) -> int:
     for i in range(want):
         _guard(a, a.e[a.tmp[2, i]].parent, DISK, -1)
     a.c[C_SPILLS] += got
+    budget.spend(a, got)
     return got
 
 
@@ -290,6 +333,7 @@ def _host_room(a: Arrays, want: int, clean_later: bool) -> int:
     free = min(want, a.m[NFREE + HOST])
     slots.take(a, HOST, free, a.tmp[1], 0)
     got, m = free, 0
+    byvalue.raise_bar(a, DISK, 0, REFUSE_SPILL)
     while got < want:
         g = _pop(a, HOST)
         if g == NONE:
@@ -323,6 +367,7 @@ def _clean(a: Arrays, most: int) -> None:
     `clean_window` in the order of eviction."""
     if a.m[CAP + DISK] == 0:
         return
+    byvalue.raise_bar(a, DISK, 0, REFUSE_SPILL)
     seen = m = 0
     for q in range(LISTS):
         if (a.bits[HOST, q >> 6] >> np.uint64(q & 63)) & np.uint64(1) == np.uint64(0):
@@ -342,6 +387,7 @@ def _clean(a: Arrays, most: int) -> None:
 @jit
 def flush(a: Arrays, t: int, most: int) -> int:
     """Write the blocks that only tier `t` holds to disk, the most valuable first, at most `most`; how many."""
+    byvalue.raise_bar(a, DISK, 0, REFUSE_SPILL)
     m = 0
     for i in range(a.m[NHEAP + t]):
         n = a.s[a.heap[a.m[HBASE + t] + i]].entry
@@ -394,6 +440,7 @@ def _device_room(a: Arrays, want: int) -> bool:
         order.enlist(a, HOST, h)
         issue(a, DEVICE_TO_HOST, d, h, n, _NO_ADDRESS, NONE, 0)
     a.c[C_OFFLOADS] += there
+    byvalue.raise_bar(a, DISK, 0, REFUSE_SPILL)
     m = 0
     for i in range(free + there, want):
         n = a.s[a.tmp[0, i]].entry
@@ -447,6 +494,7 @@ def begin(
         for i in range(found - 1, -1, -1):
             entries.unlease(a, tiers[i], a.e[ents[i]].slot[tiers[i]])
         return why
+    ask(a, keys, n, ents, found)
     _touch(a, ents, found)
     j = 0
     for i in range(total):
@@ -663,6 +711,8 @@ def prefetch(a: Arrays, keys: np.ndarray, n: int, most: int, ents: np.ndarray, t
 def find(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray, held: np.ndarray) -> int:
     """Match and lease what was found, each block in the tier that will serve it."""
     found = match(a, keys, n, ents, tiers)
+    if not again(a, keys, n):
+        ask(a, keys, n, ents, found)
     _touch(a, ents, found)
     for i in range(found):
         g = a.e[ents[i]].slot[tiers[i]]
@@ -747,7 +797,8 @@ def store(
         if top == HOST:
             got = _host_room(a, missing, False)
         else:
-            got = _disk_room(a, min(missing, max(0, a.m[WRITE_LIMIT] - a.m[NWRITING])))
+            want = min(missing, max(0, a.m[WRITE_LIMIT] - a.m[NWRITING]))
+            got = _disk_room_for(a, keys, known, n, want, priority, ttl)
             slots.take(a, DISK, got, a.tmp[1], 0)
         if stay:
             _guard(a, last, HOST, -1)
@@ -779,6 +830,8 @@ def store(
     _retain(a, ents, i, priority, ttl, forget, tenant)
     a.m[XKEEP] = 0
     _write_soon(a, ents, i)
+    if top == DISK:
+        budget.spend(a, k)
     a.c[C_COMMITTED] += k
     a.c[C_SHED_NO_SLOT] += missing - k if missing > k else 0
     result[0] = k

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from . import learned
 from .handle import LENGTH, Field, Handle
 
 DEVICE, HOST, DISK = 0, 1, 2
@@ -116,7 +117,7 @@ META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
     "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit "
-    "stripe journal jhead jtail to_clean"
+    "stripe journal jhead jtail to_clean by_value_3 learns bars_priority"
 ).split()
 
 
@@ -133,6 +134,7 @@ def _places() -> dict[str, int]:
 _P = _places()
 CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
 NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
+BY_VALUE, LEARNS, BARS_PRIORITY = _P["BY_VALUE"], _P["LEARNS"], _P["BARS_PRIORITY"]
 JOURNAL, JHEAD, JTAIL, TO_CLEAN = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"], _P["TO_CLEAN"]
 REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
@@ -152,7 +154,7 @@ RETRY_NS, GRACE_NS, CHECKS, CLEAN_WINDOW, PROTECT, NBADROWS, XKEEP, NRETAINED, R
     _P["TENANT_LIMIT"],
 )
 
-SPILL_ALL, SPILL_REUSED, SPILL_RETAINED = 0, 1, 2
+SPILL_ALL, SPILL_REUSED, SPILL_RETAINED, SPILL_LEARNED = range(4)
 
 # Counters, in `count`; each is a metric of the same name.
 COUNTERS = (
@@ -160,7 +162,8 @@ COUNTERS = (
     "spills cleaned dropped_clean dropped_unworthy dropped_last shed_queue shed_no_slot "
     "evicted_device evicted_host evicted_disk "
     "expired forgotten orphaned adopted rejected failed_reads failed_writes failed_copies bad_payloads "
-    "transient_errors quarantined lost joined retained_writes refused_protected over_budget recovered stale_slots"
+    "transient_errors quarantined lost joined retained_writes refused_protected over_budget recovered stale_slots "
+    "refused_by_value refused_by_budget refused_by_budget_retained"
 ).split()
 (
     C_MATCHED,
@@ -200,6 +203,9 @@ COUNTERS = (
     C_OVER_BUDGET,
     C_RECOVERED,
     C_STALE,
+    C_REFUSED_BY_VALUE,
+    C_REFUSED_BY_BUDGET,
+    C_REFUSED_BY_BUDGET_RETAINED,
 ) = range(len(COUNTERS))
 
 REGION = np.dtype(
@@ -243,6 +249,28 @@ HANDLE = Handle(
         Field("jf", np.uint8, (LENGTH,)),
         Field("rg", REGION, (LENGTH,)),
         Field("tmp", np.int32, (4, LENGTH)),
+        Field("lm", np.int64, (learned.LM_SIZE,)),
+        Field("lf", np.float64, (learned.LF_SIZE,)),
+        Field("lx", np.float64, (learned.CLASSES, learned.BUCKETS)),
+        Field("lh", np.float64, (learned.CLASSES, learned.BUCKETS)),
+        Field("lv", np.float64, (learned.CLASSES, learned.BUCKETS)),
+        Field("lb", np.uint8, (learned.CLASSES, learned.BUCKETS)),
+        Field("ls", np.float64, (learned.ALL + 1, 2, learned.BUCKETS)),
+        Field("lw", learned.WATCH, (LENGTH,)),
+        Field("lg", np.uint64, (LENGTH,)),
+        Field("w", learned.WORTH, (LENGTH,)),
+        Field("b", learned.PLACE, (LENGTH,)),
+        Field("be", np.int32, (LENGTH, learned.BINS, 2)),
+        Field("bb", np.uint64, (LENGTH,)),
+        Field("hand", np.int64, (3,)),
+        Field("sm", np.int64, (LENGTH, learned.S_SIZE)),
+        Field("sb", learned.SHADOW, (LENGTH,)),
+        Field("se", np.int32, (LENGTH, learned.BINS + 1, 2)),
+        Field("sx", np.int32, (LENGTH,)),
+        Field("sk", np.uint64, (LENGTH,)),
+        Field("sc", np.int32, (LENGTH,)),
+        Field("sp", np.int32, (LENGTH,)),
+        Field("sh", np.int64, (1,)),
     )
 )
 
@@ -274,6 +302,28 @@ class Arrays:
     jf: NDArray[np.uint8]  # what of each
     rg: NDArray[Any]  # REGION of all tiers
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
+    lm: NDArray[np.int64]  # of the learner: scalars
+    lf: NDArray[np.float64]  # and real numbers
+    lx: NDArray[np.float64]  # [class, age]: block-time waited
+    lh: NDArray[np.float64]  # [class, age]: hits
+    lv: NDArray[np.float64]  # [class, age]: value
+    lb: NDArray[np.uint8]  # [class, age]: bin of the value
+    ls: NDArray[np.float64]  # [group, hits or time, age]
+    lw: NDArray[Any]  # WATCH
+    lg: NDArray[np.uint64]  # keys remembered: tag << 32 | uses << 8 | class
+    w: NDArray[Any]  # WORTH[entries]
+    b: NDArray[Any]  # PLACE of all tiers
+    be: NDArray[np.int32]  # lists by value: [tier and list, bin, head or tail]
+    bb: NDArray[np.uint64]  # [tier and list]: bins that are not empty
+    hand: NDArray[np.int64]  # per tier: slot whose value was looked at last
+    sm: NDArray[np.int64]  # of each shadow: scalars
+    sb: NDArray[Any]  # SHADOW, one shadow after the other
+    se: NDArray[np.int32]  # [shadow, list, head or tail]
+    sx: NDArray[np.int32]  # first block of each hash bucket
+    sk: NDArray[np.uint64]  # of the request in hand: hashes of its sampled keys
+    sc: NDArray[np.int32]  # their classes
+    sp: NDArray[np.int32]  # their places in a shadow
+    sh: NDArray[np.int64]  # bits of the hash that are zero in the sample
 
     def __post_init__(self) -> None:
         self._row = HANDLE.row_of(self)
@@ -283,7 +333,9 @@ class Arrays:
         raise TypeError("the arrays of a table are not copied")
 
 
-def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Sequence[int] = ()) -> Arrays:
+def new_arrays(
+    device: int, host: int, disk: int, transfers: int, regions: Sequence[int] = (), by_value: Sequence[int] = ()
+) -> Arrays:
     """Lay out an empty table.
 
     Parameters
@@ -294,6 +346,8 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
         Transfers that may be planned or in flight at once.
     regions : sequence of int
         Disk slots per directory, `disk` in all; by default one directory.
+    by_value : sequence of int
+        Tiers whose order among equals is by value.
     """
     caps = (device, host, disk)
     total = sum(caps)
@@ -324,6 +378,8 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
     size = 1 << max(6, (2 * entries - 1).bit_length())
     m[IXMASK] = size - 1
     m[NENTS], m[XCAP], m[NXFREE] = entries, transfers, transfers
+    for t in by_value:
+        m[BY_VALUE + t] = m[LEARNS] = 1
     nobody = dict.fromkeys(("entry", "prev", "next", "where", "pos"), NONE)
     return Arrays(
         m=m,
@@ -347,6 +403,7 @@ def new_arrays(device: int, host: int, disk: int, transfers: int, regions: Seque
         jf=np.zeros(max(disk, 1), np.uint8),
         rg=rg,
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
+        **learned.new_learned(len(by_value) > 0, caps, LISTS),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, payload
+from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, payload, trust
 
 import gdskv
 from gdskv.table import DISK
@@ -108,7 +108,9 @@ def open_store(config: gdskv.CacheConfig, namespace: gdskv.Namespace = NAMESPACE
 
 def open_engine(config: gdskv.CacheConfig, **more: object) -> Engine:
     """A manager and the engine that drives it."""
-    return Engine(gdskv.BlockManager(config, LAYOUT, NAMESPACE, wall=1000.0, **more), check=False)
+    engine = Engine(gdskv.BlockManager(config, LAYOUT, NAMESPACE, wall=1000.0, **more), check=False)
+    trust(engine.kv.store)
+    return engine
 
 
 def die(store: gdskv.KVStore) -> None:

@@ -182,11 +182,11 @@ def replay(tape: Tape, cut: int, chance: random.Random, to: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", ["lazy", "fsync"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "policy"), [(1, "lru"), (2, "hazard")])
 def test_a_power_cut_leaves_right_bytes_or_none(
-    memory: Path, pytestconfig: pytest.Config, durability: str, seed: int
+    memory: Path, pytestconfig: pytest.Config, durability: str, seed: int, policy: str
 ) -> None:
-    tape = record(memory, seed, durability=durability)
+    tape = record(memory, seed, durability=durability, policy=policy)
     chance = random.Random(seed)
     promised = 0
     for number in range(550 * (10 if pytestconfig.getoption("soak") else 1)):

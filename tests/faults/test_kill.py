@@ -56,11 +56,12 @@ def soak(pytestconfig: pytest.Config) -> int:
 @pytest.mark.parametrize(
     ("kills", "directories", "more"),
     [
-        (60, 1, {}),
+        (40, 1, {}),
+        (20, 1, {"policy": "hazard", "memory_policy": "hazard"}),
         (25, 2, {"spill": "reused"}),
         (25, 1, {"durability": "fsync"}),
     ],
-    ids=["lazy", "two directories", "fsync"],
+    ids=["lazy", "learned", "two directories", "fsync"],
 )
 def test_a_killed_process_leaves_right_bytes_or_none(
     tmp_path: Path, soak: int, kills: int, directories: int, more: dict[str, str]

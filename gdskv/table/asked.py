@@ -1,0 +1,110 @@
+"""A request has asked for a chain of keys: what is learned from it, what its blocks are worth from now on.
+
+Called once a request, before its blocks are touched. Changes no tier; what it costs is bounded by the chain's length.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gdskv._jit import jit
+
+from . import budget, byvalue, index, learn, shadow
+from .learned import ASKED, SAME_KEY, SAME_LENGTH
+from .state import LEARNS, NONE, Arrays
+
+_LOW = np.int64(0xFFFFFFFF)
+
+
+@jit
+def again(a: Arrays, keys: np.ndarray, n: int) -> bool:
+    """Is this the chain that was asked just before? An engine that asks until it has room is one request."""
+    last = np.int64(keys[n - 1, 0]) if n > 0 else 0
+    same = a.lm[SAME_KEY] == last and a.lm[SAME_LENGTH] == n
+    a.lm[SAME_KEY], a.lm[SAME_LENGTH] = last, n
+    return same
+
+
+@jit
+def _uses(a: Arrays, k0: np.uint64, e: int) -> int:
+    return np.int64(a.w[e].uses) if e != NONE else learn.recall(a, k0) >> 8
+
+
+@jit
+def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> None:
+    """`n` keys are asked, of which the first `found` are there, as the entries `ents`."""
+    if n == 0:
+        return
+    a.lm[ASKED] += n
+    budget.haggle(a)
+    taken = 0
+    if a.m[LEARNS] == 0:
+        for i in range(n):
+            taken = shadow.sample(a, learn.spread(keys[i, 0]), 0, taken)
+        shadow.ask(a, taken)
+        return
+    new, behind = 0, found >= 2
+    for i in range(found, n):
+        uses = _uses(a, keys[i, 0], index.find(a, keys[i, 0], keys[i, 1]))
+        new += uses == 0
+        behind |= i == 1 and uses > 0
+    for i in range(n):
+        e = ents[i] if i < found else index.find(a, keys[i, 0], keys[i, 1])
+        uses = _uses(a, keys[i, 0], e)
+        if uses == 0:
+            klass = learn.class_of(0, new, behind and i >= 2, i == n - 1)
+        else:
+            klass = learn.class_of(uses, new, found - 2 <= i < found, False)
+        if e != NONE:
+            a.w[e].asked = a.lm[ASKED] & _LOW
+            a.w[e].uses, a.w[e].klass = min(uses + 1, learn.MOST_USES), klass
+            if i >= found:  # there, and not to be had: nobody touches it
+                byvalue.place_again(a, e)
+        else:
+            learn.remember(a, keys[i, 0], uses + 1, klass)
+        h = learn.spread(keys[i, 0])
+        learn.watch(a, h, klass)
+        taken = shadow.sample(a, h, klass, taken)
+    learn.turn(a)
+    shadow.ask(a, taken)
+    for t in range(3):
+        byvalue.look_again(a, t, n)
+
+
+@jit
+def class_made(a: Arrays, k0: np.uint64) -> int:
+    """Class that a block of this key gets when it is made."""
+    known = learn.recall(a, k0)
+    return known & 0xFF if known else learn.class_of(0, 1, False, False)
+
+
+@jit
+def made(a: Arrays, n: int) -> None:
+    """Entry `n` is new: what is known of its key."""
+    if a.m[LEARNS] == 0:
+        return
+    a.w[n].asked = a.lm[ASKED] & _LOW
+    a.w[n].uses = max(1, learn.recall(a, a.e[n].k0) >> 8)
+    a.w[n].klass = class_made(a, a.e[n].k0)
+
+
+@jit
+def gone(a: Arrays, n: int) -> None:
+    """Entry `n` is about to go: its key is remembered for a while."""
+    if a.m[LEARNS] != 0:
+        learn.remember(a, a.e[n].k0, np.int64(a.w[n].uses), np.int64(a.w[n].klass))
+
+
+@jit
+def resume(a: Arrays, n: int) -> None:
+    """`n` blocks come from an earlier process: time begins after their uses."""
+    a.lm[ASKED] = max(a.lm[ASKED], n)
+
+
+@jit
+def restored(a: Arrays, n: int, rank: int) -> None:
+    """Entry `n` comes from an earlier process, which has counted its uses; `rank` blocks were used since."""
+    if a.m[LEARNS] != 0:
+        a.w[n].asked = (a.lm[ASKED] - rank) & _LOW
+        a.w[n].uses = min(max(1, np.int64(a.e[n].uses)), learn.MOST_USES)
+        a.w[n].klass = learn.class_of(np.int64(a.w[n].uses) - 1, 1, False, False)
