@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-from gdskv.cli import bench_busy, bench_io, bench_records, reference
+from gdskv.cli import bench_busy, bench_io, bench_kvikio, bench_records, reference
 
 FIELDS = {"name", "value", "unit", "reference", "reference_name", "ratio"}
 
@@ -87,3 +87,32 @@ def test_fio_reads_and_writes_the_file(tmp_path: Path) -> None:
     assert chosen.name in ("fio io_uring buffered", "threads with pread and pwrite, buffered")
     for op in ("read", "write", "rw"):
         assert chosen.run(op, 4096, 4, 0.05, 0).gb_s > 0
+
+
+GDSIO = """#!/bin/sh
+echo "$@" >{log}
+echo "IoType: READ XferType: GPUD Threads: 4 DataSetSize: 1/1(KiB) IOSize: 1024(KiB) {throughput} total_time 1 secs"
+"""
+
+
+def test_gdsio_is_asked_for_gpu_memory_and_understood(tmp_path: Path) -> None:
+    program, log = tmp_path / "gdsio", tmp_path / "log"  # a double of NVIDIA's program
+    program.write_text(GDSIO.format(log=log, throughput="Throughput: 6.500000 GiB/sec, Avg_Latency: 589.4 usecs"))
+    program.chmod(0o755)
+    gdsio = bench_kvikio.Gdsio(str(program), tmp_path / "file", 1 << 30)
+    assert gdsio.run("write", 1 << 20, 4).gb_s == pytest.approx(6.5 * 1.073741824)
+    asked = f"-f {tmp_path}/file -d 0 -x 0 -I 1 -w 4 -s {1 << 30} -i {1 << 20} -T 1"
+    assert log.read_text().split() == asked.split()
+    program.write_text(GDSIO.format(log=log, throughput="Error: no nvidia-fs"))
+    with pytest.raises(OSError, match=r"gdsio measured nothing: .*no nvidia-fs"):
+        gdsio.run("read", 1 << 20, 4)
+
+
+def test_kvikio_is_refused_in_words_where_it_cannot_be(gdskv: Command, tmp_path: Path) -> None:
+    from gdskv.io.modes import missing
+
+    if missing() is None:
+        pytest.skip("KvikIO works here")
+    answer = gdskv("bench", "io", "--io", "kvikio", "--dir", tmp_path, "--size-gib", 0.1, "--sizes", "64KiB")
+    assert answer.code != 0 and "--io=kvikio cannot be measured here" in answer.err
+    assert not list(tmp_path.iterdir())

@@ -73,6 +73,36 @@ def test_a_finding_on_a_directory(tmp_path, directory, system, device, value):
     assert [value in f.value for f in place.findings] == ([True] if value else [])
 
 
+@pytest.mark.parametrize(
+    ("drive", "ok", "value"),
+    [
+        ("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:08.0/0000:03:00.0/nvme/nvme0", True, "4 PCIe hops, below one"),
+        ("pci0000:00/0000:00:1d.0/0000:05:00.0/nvme/nvme0", True, "same socket"),
+        ("pci0000:40/0000:40:01.0/0000:41:00.0/nvme/nvme0", True, "same socket"),
+        ("pci0000:80/0000:80:01.0/0000:81:00.0/nvme/nvme0", False, "another socket"),
+        ("virtual/nvme-subsystem", None, ""),
+    ],
+)
+def test_how_far_a_drive_is_from_a_gpu(tmp_path, drive, ok, value):
+    devices, gpu = tmp_path / "sys/devices", "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0/0000:04:00.0"
+    nodes = {"0000:04:00.0": "0", "0000:03:00.0": "0", "0000:05:00.0": "0", "0000:41:00.0": "0", "0000:81:00.0": "1"}
+    for path in (gpu, drive):
+        (devices / path).mkdir(parents=True)
+    by_address = tmp_path / "sys/bus/pci/devices"
+    by_address.mkdir(parents=True)
+    for folder in [p for p in devices.rglob("0000:*") if p.name in nodes]:
+        (folder / "numa_node").write_text(nodes[folder.name] + "\n")
+        (by_address / folder.name).symlink_to(folder)
+    (devices / drive / "nvme0n1").mkdir()
+    (tmp_path / "sys/block").mkdir()
+    (tmp_path / "sys/block/nvme0n1").symlink_to(devices / drive / "nvme0n1")
+    found = findings.distance("nvme0n1", "0000:04:00.0", tmp_path)
+    assert (found is None) == (ok is None)
+    assert found is None or (found.ok is ok and value in found.value and bool(found.remedy) is not ok)
+    assert findings.distance("nvme9n1", "0000:04:00.0", tmp_path) is None
+    assert findings.distance("nvme0n1", "", tmp_path) is None
+
+
 def test_nvidia_fs_counts_reads_and_writes(tmp_path):
     stats = "Reads : n=63 ok=63 err=0 readMiB=63 io_state_err=0\nWrites : n=2 ok=2 err=0 writeMiB=2\n"
     assert nvidia_fs_bytes(str(lay(tmp_path, {"proc/driver/nvidia-fs/stats": stats}))) == 65 << 20

@@ -103,6 +103,8 @@ def _directory(name: str) -> dict[str, Any]:
         "numa": where.numa,
         "findings": [finding._asdict() for finding in where.findings],
     }
+    far = [findings.distance(where.device, str(gpu["bus"])) for gpu in _gpus()]
+    entry["findings"] += [finding._asdict() for finding in far if finding is not None]
     entry["findings"] += [finding._asdict() for finding in history(Path(name))]
     try:
         result = trial(name)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gdskv.io.modes import nvidia_fs_bytes
 
-__all__ = ["Finding", "Place", "node", "place"]
+__all__ = ["Finding", "Place", "distance", "node", "place"]
 
 
 class Finding(NamedTuple):
@@ -65,6 +65,35 @@ def place(directory: str, root: Path = Path("/")) -> Place:
     device = device or (source.rpartition("/")[2] if source.startswith("/dev/") else "")
     numa = _read(root, f"sys/block/{device}/device/numa_node").strip() if device else ""
     return Place(system, device, options, "" if numa == "-1" else numa, _of_place(system, device, options))
+
+
+def distance(device: str, bus: str, root: Path = Path("/")) -> Finding | None:
+    """How far a drive is from a GPU on PCIe, from the paths of both under ``sys``; None where the system does not say.
+
+    Parameters
+    ----------
+    device
+        Of the drive, such as ``nvme0n1``.
+    bus
+        Address of the GPU, such as ``0000:3b:00.0``.
+    """
+    gpu, drive = root / "sys/bus/pci/devices" / bus, root / "sys/block" / device
+    if not (bus and device and gpu.exists() and drive.exists()):
+        return None
+    bridges = [[part for part in Path(os.path.realpath(p)).parts if _PCI.match(part)] for p in (gpu, drive)]
+    shared = len(os.path.commonprefix(bridges))
+    if not bridges[1]:
+        return None
+    name = f"GPU {bus}"
+    if shared > 1:
+        return Finding(name, f"{len(bridges[0]) + len(bridges[1]) - 2 * shared} PCIe hops, below one bridge", True, "")
+    nodes = [_read(root, f"sys/bus/pci/devices/{part[-1]}/numa_node").strip() for part in bridges]
+    if shared == 1 or (nodes[0] == nodes[1] and nodes[0] not in ("", "-1")):
+        return Finding(name, "of the same socket, through the root complex", True, "")
+    return Finding(name, "on another socket", False, "use the drives near each GPU: directories=['/nvme{rank}/kv']")
+
+
+_PCI = re.compile(r"pci[0-9a-f]{4}:|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-9a-f]$")
 
 
 def _of_place(system: str, device: str, options: str) -> list[Finding]:
