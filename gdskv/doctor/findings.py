@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def distance(device: str, bus: str, root: Path = Path("/")) -> Finding | None:
     if not (bus and device and gpu.exists() and drive.exists()):
         return None
     bridges = [[part for part in Path(os.path.realpath(p)).parts if _PCI.match(part)] for p in (gpu, drive)]
-    shared = len(os.path.commonprefix(bridges))
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*bridges, strict=False)))
     if not bridges[1]:
         return None
     name = f"GPU {bus}"
