@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-from gdskv.cli import bench_busy, bench_io, bench_records, reference
+from gdskv.cli import bench_busy, bench_engine, bench_io, bench_records, reference
 
 FIELDS = {"name", "value", "unit", "reference", "reference_name", "ratio"}
 
@@ -80,3 +80,10 @@ def test_fio_reads_and_writes_the_file(tmp_path: Path) -> None:
     assert chosen.name in ("fio io_uring buffered", "threads with pread and pwrite, buffered")
     for op in ("read", "write", "rw"):
         assert chosen.run(op, 4096, 4, 0.05, 0).gb_s > 0
+
+
+def test_engine_without_vllm_says_what_is_missing(gdskv: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "find_spec", lambda name: None)
+    answer = gdskv("bench", "engine", "--json")
+    assert answer.code == 2 and answer.out == ""
+    assert "needs vLLM, which is not here" in answer.err
