@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-from gdskv.cli import bench_busy, bench_io, bench_kvikio, bench_records, reference
+from gdskv.cli import bench_busy, bench_engine, bench_io, bench_kvikio, bench_records, reference
 
 FIELDS = {"name", "value", "unit", "reference", "reference_name", "ratio"}
 
@@ -116,3 +116,10 @@ def test_kvikio_is_refused_in_words_where_it_cannot_be(gdskv: Command, tmp_path:
     answer = gdskv("bench", "io", "--io", "kvikio", "--dir", tmp_path, "--size-gib", 0.1, "--sizes", "64KiB")
     assert answer.code != 0 and "--io=kvikio cannot be measured here" in answer.err
     assert not list(tmp_path.iterdir())
+
+
+def test_engine_without_vllm_says_what_is_missing(gdskv: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engine, "find_spec", lambda name: None)
+    answer = gdskv("bench", "engine", "--json")
+    assert answer.code == 2 and answer.out == ""
+    assert "needs vLLM, which is not here" in answer.err

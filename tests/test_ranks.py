@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from doubles import Fail, FaultEngine
+from faulty import READ, HoldEngine
 from ranked import BLOCK, LAYOUT, Engine, chain, namespace
 
 import gdskv
@@ -267,6 +268,31 @@ def test_what_has_not_started_of_a_store_lets_its_source_go_at_once(tmp_path: Pa
     engine.until(lambda: taken[0].id in engine.done)
     assert engine.get(0, 4) == 0
     assert engine.put(0, 4).failed.tolist() == [] and engine.get(0, 4) == 4
+    engine.close()
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_request(tmp_path: Path) -> None:
+    """What waits for the disk never touches the engine's memory, so its blocks are given back when time is up."""
+    engine = Engine(tmp_path, 1)
+    engine.opened()
+    fill_up(engine)
+    rank = engine.ranks[0].rank
+    rank.worker.io = hold = HoldEngine(rank.worker.io)
+    hold.hold(READ)
+    rank.take_landed()
+    load = engine.leader.load(chain(0, 4), start=0, into=range(32, 36), now=engine.now)
+    assert load.ticket is not None
+    engine.step()
+    assert rank.take_landed() == []
+    for _ in range(7):  # io_timeout is 5 s
+        engine.step(1.0)
+    landed = sorted((x.address, x.ticket, x.ok) for x in rank.take_landed())
+    assert landed == [(i, load.ticket.id, False) for i in range(32, 36)]
+    assert engine.leader.open and engine.put(50, 2).failed.tolist() == [], "others go on"
+    hold.let()
+    engine.until(lambda: load.ticket.id in engine.done)
+    engine.drained()
+    assert engine.get(0, 4) == 4 and engine.get(50, 2) == 2
     engine.close()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from gdskv.cli.bench_busy import busy
+from gdskv.cli.bench_engine import engine
 from gdskv.cli.bench_io import io
 from gdskv.cli.bench_recovery import recovery
 from gdskv.cli.bench_stall import stall
@@ -20,6 +21,7 @@ app.command(epilog="Example: gdskv bench table --entries 1000000")(table)
 app.command(epilog="Example: gdskv bench io --dir /nvme0 --plot io.png")(io)
 app.command(epilog="Example: gdskv bench stall --dir /nvme0")(stall)
 app.command(epilog="Example: gdskv bench busy --dir /nvme0")(busy)
+app.command(epilog="Example: gdskv bench engine --dir /nvme0 --json")(engine)
 app.command(epilog="Example: gdskv bench recovery --records 100000")(recovery)
 
 

@@ -25,7 +25,7 @@ from mounts import MIB, mounted, run  # noqa: E402
 def environment(**more: str) -> dict[str, str]:
     """Variables for a child, without the GDSKV_* ones of whoever runs the tests."""
     kept = {k: v for k, v in os.environ.items() if not k.upper().startswith("GDSKV_")}
-    return kept | {"PYTHONPATH": str(CHECKOUT)} | more
+    return kept | {"PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests' / 'engines'}"} | more
 
 
 class Vllm:

@@ -29,6 +29,14 @@ class Engine:
     def __init__(self, model: str, gdskv: dict[str, Any] | None, **more: Any) -> None:
         from vllm import LLM
 
+        self.tiering = more.pop("tiering", None)
+        if self.tiering is not None:  # vLLM's own connector, with these tiers below its CPU tier
+            extra = {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_cpu_offload"} | self.tiering
+            more["kv_transfer_config"] = {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
         if gdskv is not None:
             more["kv_transfer_config"] = {
                 "kv_connector": "GdskvConnector",
@@ -103,6 +111,9 @@ class Engine:
         """gdskv's counters."""
         if self.connector is None:
             return {}
+        if self.tiering is not None:
+            (tier,) = self.connector.connector_scheduler.manager.secondary_tiers
+            return dict(tier.stats()) if hasattr(tier, "stats") else {}
         return {name: int(value) for name, value in self.connector.leader.stats().items()}
 
     def check(self) -> dict[str, int]:
