@@ -127,6 +127,10 @@ class CacheConfig(BaseSettings):
     write_budget
         Bytes that may be written to disk per day, such as ``"500GiB"``, or drive writes per day, such as ``"0.5dwpd"``;
         held over every hour, retained blocks first. 0: any number.
+    record
+        File to which requests are recorded, as a trace for ``gdskv replay``; none by default.
+    record_bytes
+        What it may take, older files of it included.
     retained_fraction
         Share of a tier that blocks with a live deadline may hold as such.
     tenant_fraction
@@ -179,6 +183,8 @@ class CacheConfig(BaseSettings):
     memory_policy: Literal["lru", "hazard"] = "lru"
     spill: Literal["auto", "all", "reused", "retained", "learned"] = "auto"
     write_budget: Annotated[str | int, BeforeValidator(_budget)] = 0
+    record: Path | None = None
+    record_bytes: Size = 256 << 20
     retained_fraction: Share = 0.5
     tenant_fraction: Share = 1.0
     on_expiry: Literal["demote", "forget"] = "demote"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,6 +146,7 @@ class Ledger:
         verify: bool = False,
     ) -> None:
         self._pool = pool
+        self._opened = time.monotonic_ns()
         self._verify = verify
         self.directories: list[Directory] = open_directories(
             pool, fields, digest, wall, trust_unclean=checksums, sync=durable or not checksums
@@ -368,8 +370,17 @@ class Ledger:
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
         read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))
+        open_ns = time.monotonic_ns() - self._opened
+        curve = {f"{scale:g}": f"{ratio:.4f}" for scale, ratio in table.curve().items()}
         for directory in self.directories:
-            directory.close(clean=clean, tenants=self._names, written=written // share, read_=read // share)
+            directory.close(
+                clean=clean,
+                tenants=self._names,
+                written=written // share,
+                read_=read // share,
+                open_ns=open_ns,
+                curve=curve,
+            )
 
     def abandon(self) -> None:
         """Let the files go as they are: a device still holds transfers."""

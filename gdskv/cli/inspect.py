@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
+_DAY_NS = 86_400 * 10**9
 _SPANS = (("1 min", 60), ("1 h", 3600), ("1 day", 86_400), ("1 week", 604_800))
 
 
@@ -94,6 +95,11 @@ def _describe(held: Held) -> dict[str, Any]:
         "opened": block.opened / 1e9,
         "bytes_written": block.bytes_written,
         "bytes_read": block.bytes_read,
+        "written_per_byte_read": block.bytes_written / block.bytes_read if block.bytes_read else None,
+        "drive_writes_per_day": (
+            block.last_written / (block.blocks * block.slot_bytes) * _DAY_NS / block.last_ns if block.last_ns else None
+        ),
+        "sizing_curve": {scale: float(ratio) for scale, ratio in block.sizing_curve.items()},
         "ages": _histogram((now - there["written"]) / 1e9),
         "deadlines": _histogram((live["deadline"] - now) / 1e9)
         | {"passed": int(((there["deadline"] != 0) & (there["deadline"] <= now)).sum())}
@@ -182,6 +188,8 @@ def _show(result: dict[str, Any]) -> None:
             + (", closed" if entry["closed"] else ", in use or not closed"),
             "lifetime": f"{format_size(entry['bytes_written'])} written, {format_size(entry['bytes_read'])} read "
             "as of the last close",
+            "endurance": _endurance(entry),
+            "sizes": ", ".join(f"{scale}x {ratio:.1%}" for scale, ratio in entry["sizing_curve"].items()) or "-",
             "age": _words(entry["ages"]),
             "deadline": _words(entry["deadlines"]),
         }
@@ -189,6 +197,15 @@ def _show(result: dict[str, Any]) -> None:
             facts["verified"] = f"{entry['verified']['good']:,} good, {entry['verified']['bad']:,} bad"
         for name, value in facts.items():
             line(f"  {name:<9} {value}")
+
+
+def _endurance(entry: dict[str, Any]) -> str:
+    per_byte, per_day = entry["written_per_byte_read"], entry["drive_writes_per_day"]
+    return (
+        ("-" if per_byte is None else f"{per_byte:.2f} bytes written per byte served")
+        + ", "
+        + ("-" if per_day is None else f"{per_day:.2f} drive writes per day at the last run's rate")
+    )
 
 
 def _words(histogram: dict[str, int]) -> str:

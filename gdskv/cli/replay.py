@@ -197,6 +197,7 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "blocks_written": written,
         "bytes_read": bytes_read,
         "bytes_written": written * plan.block_bytes,
+        "sizing_curve": tally.curve,
         "verified_blocks": tally.verified_blocks,
         "wrong_blocks": tally.wrong_blocks,
         "failed_blocks": tally.failed_blocks,
@@ -225,6 +226,9 @@ def _show(report: dict[str, Any]) -> None:
         found.add_row(tier, f"{blocks:,}", f"{hits:,}", f"{hits / asked:.4f}")
     console.out.print(found)
     console.print_places(report["directories"])
+    if any(report["sizing_curve"].values()):
+        sizes = ", ".join(f"{scale}x {ratio:.1%}" for scale, ratio in report["sizing_curve"].items())
+        console.out.print(f"would be found with the lowest tier at {sizes}", soft_wrap=True)
     times = Table("call", "p50", "p99", "p99.9", title="time per call in µs", title_justify="left", box=SIMPLE_HEAD)
     for column in times.columns[1:]:
         column.justify = "right"

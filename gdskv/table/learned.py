@@ -23,7 +23,7 @@ MIDDLE = 32  # bin of the mean value
 MOVES = 16  # blocks found to stand in another list than they should, per victim
 HAND = 8  # slots looked at again per block asked
 REFUSE = 1.15  # a block enters if its value exceeds the victim's by this factor
-REFUSE_SPILL = 1.6  # the same of a block that leaves memory, where it had its chance
+REFUSE_SPILL = 3.5  # the same of a block that leaves memory, where it had its chance
 
 SAMPLES = 16384  # keys followed
 LEAST_SHIFT = 2  # of so many bits of a key's hash that have to be zero; more where the table is larger
