@@ -179,7 +179,7 @@ class CacheConfig(BaseSettings):
     min_free: Annotated[float | int, PlainValidator(_share_or_size)] = 0.05
     device: Annotated[str, Field(pattern=r"^[a-z]+(:[0-9]+)?$")] = "cpu"
     host_clean: Share = 0.10
-    policy: Literal["lru", "hazard"] = "lru"
+    policy: Literal["lru", "hazard"] = "hazard"
     memory_policy: Literal["lru", "hazard"] = "lru"
     spill: Literal["auto", "all", "reused", "retained", "learned"] = "auto"
     write_budget: Annotated[str | int, BeforeValidator(_budget)] = 0

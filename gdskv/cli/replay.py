@@ -38,7 +38,7 @@ def replay(
     simulate: Annotated[bool, typer.Option("--simulate", help="Decisions only: no bytes, no files.")] = False,
     policy: Annotated[
         str, typer.Option(help="Order of eviction among equals on disk, or in the only tier: lru or hazard.")
-    ] = "lru",
+    ] = "hazard",
     memory_policy: Annotated[str, typer.Option(help="The same in the tiers above the disk.")] = "lru",
     write_budget: Annotated[
         str, typer.Option(help="Writes to disk per day of trace time: bytes, or as 0.5dwpd; 0: any number.")
