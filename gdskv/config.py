@@ -128,6 +128,10 @@ class CacheConfig(BaseSettings):
     write_budget
         Bytes that may be written to disk per day, such as ``"500GiB"``, or drive writes per day, such as ``"0.5dwpd"``;
         held over every hour, retained blocks first. 0: any number.
+    record
+        File to which requests are recorded, as a trace for ``gdskv replay``; none by default.
+    record_bytes
+        What it may take, older files of it included.
     retained_fraction
         Share of a tier that blocks with a live deadline may hold as such.
     tenant_fraction
@@ -179,10 +183,12 @@ class CacheConfig(BaseSettings):
     min_free: Annotated[float | int, PlainValidator(_share_or_size)] = 0.05
     device: Annotated[str, Field(pattern=r"^[a-z]+(:[0-9]+)?$")] = "cpu"
     host_clean: Share = 0.10
-    policy: Literal["lru", "hazard"] = "lru"
+    policy: Literal["lru", "hazard"] = "hazard"
     memory_policy: Literal["lru", "hazard"] = "lru"
     spill: Literal["auto", "all", "reused", "retained", "learned"] = "auto"
     write_budget: Annotated[str | int, BeforeValidator(_budget)] = 0
+    record: Path | None = None
+    record_bytes: Size = 256 << 20
     retained_fraction: Share = 0.5
     tenant_fraction: Share = 1.0
     on_expiry: Literal["demote", "forget"] = "demote"

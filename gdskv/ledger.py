@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -124,6 +125,7 @@ class Journaled(Protocol):
     def learns(self) -> bool: ...
     def learned(self) -> bytes: ...
     def learn_from(self, content: bytes) -> bool: ...
+    def curve(self) -> dict[float, float]: ...
     def tenant(self, name: str) -> int: ...
     def remember(self) -> None: ...
     def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int: ...
@@ -190,6 +192,7 @@ class Ledger:
         verify: bool = False,
     ) -> None:
         self._pool = pool
+        self._opened = time.monotonic_ns()
         self._verify = verify
         self.directories: list[Directory] = open_directories(
             pool, fields, digest, wall, trust_unclean=checksums, sync=durable or not checksums
@@ -435,6 +438,8 @@ class Ledger:
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
         read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))
+        open_ns = time.monotonic_ns() - self._opened
+        curve = {f"{scale:g}": f"{ratio:.4f}" for scale, ratio in table.curve().items()}
         for directory, state in zip(self.directories, self.health.states, strict=True):
             directory.close(
                 clean=clean,
@@ -443,6 +448,8 @@ class Ledger:
                 read_=read // share,
                 errors=state.write_errors,
                 closures=state.closures,
+                open_ns=open_ns,
+                curve=curve,
             )
 
     def abandon(self) -> None:

@@ -219,6 +219,8 @@ class BlockManager:
         if isinstance(begun, Rejection):
             self.store._pump()
             return Rejected(*begun)
+        if self.store.recorder is not None:
+            self.store.recorder.add(keys, tokens, now)
         self._next += 1
         request = Request(self._next, keys, begun, size, tokens)
         if not len(keys):  # what the first key is made from, once there is one

@@ -29,6 +29,7 @@ from gdskv.pools.disk import DiskPool
 from gdskv.pools.host import HostPool
 from gdskv.pools.pages import DevicePages
 from gdskv.pump import ROUND, Pump
+from gdskv.recording import Recorder
 from gdskv.retention import Retention
 from gdskv.table import DEVICE, DISK, HOST, BlockTable, warm
 from gdskv.table.state import CALLER_TO_HOST, HOST_TO_CALLER, NONE
@@ -163,12 +164,18 @@ class KVStore:
         self.host_pool: HostPool | None = None
         self.disk_pool: DiskPool | None = None
         self.ledger: Records | None = None
+        self.recorder: Recorder | None = None
+        """Writes down what is asked, where `record` names a file."""
         self.modes: list[Mode] = []
         """How the bytes of each directory move, and why."""
         self.io: IOEngine
         try:
+            if config.record is not None:
+                self.recorder = Recorder(config.record, config.record_bytes, layout.tokens_per_block)
             regions = self._open_parts(io, device_pool, now, time.time() if wall is None else wall)
         except BaseException:
+            if self.recorder is not None:
+                self.recorder.close()
             if self.ledger is not None:
                 self.ledger.abandon()
             self._close_pools()
@@ -221,6 +228,8 @@ class KVStore:
                 self.ledger.recover(self.table)
             except BaseException:
                 self._open = False
+                if self.recorder is not None:
+                    self.recorder.close()
                 self.io.close(1.0)
                 self.ledger.abandon()
                 self._close_pools()
@@ -281,7 +290,10 @@ class KVStore:
             Seconds.
         """
         self._begin_call(now)
-        entries, tiers, slots = self.table.find(as_keys(keys))
+        keys = as_keys(keys)
+        entries, tiers, slots = self.table.find(keys)
+        if self.recorder is not None:
+            self.recorder.add(keys, len(keys) * self.layout.tokens_per_block, now)
         self._next_found += 1
         found = Found(len(slots), tiers, entries, slots, self._next_found)
         if found.length:
@@ -436,6 +448,9 @@ class KVStore:
         out = self.table.counters()
         out.update({f"io_{k}": v for k, v in self.io.counters().items()})
         out["staged"] = self._staged
+        out.update({f"hits_per_million_at_{scale}x": round(1e6 * r) for scale, r in self.sizing_curve().items()})
+        if self.recorder is not None:
+            out["recorded"], out["recorded_dropped"] = self.recorder.recorded, self.recorder.dropped
         out["reads_again"] = self._moving.reads_again
         if self.ledger is not None:
             out["failed_records"], out["durable_records"] = self.ledger.failed_records, self.ledger.durable_records
@@ -445,6 +460,11 @@ class KVStore:
             out["read_only_periods"] = sum(s.closures for s in states)
             out["write_errors"] = sum(s.write_errors for s in states)
         return out
+
+    def sizing_curve(self) -> dict[str, float]:
+        """Hit ratio of the tiers together with the disk tier, or memory where there is no disk, at 0.25, 0.5, 1, 2, 4
+        and 8 times its size; estimated from a sample of the keys asked since the open."""
+        return {f"{scale:g}": ratio for scale, ratio in self.table.curve().items()}
 
     def check(self) -> None:
         """Raise AssertionError if the table contradicts itself."""
@@ -471,6 +491,8 @@ class KVStore:
             return True  # closed before, or inherited by a forked child, to which nothing of it belongs
         self._open = False
         end = time.monotonic() + timeout
+        if self.recorder is not None:
+            self.recorder.close()
         left = self.table.capacity(DISK)  # the first are the most valuable, and more would displace them
         while time.monotonic() < end:
             if self.idle:

@@ -47,7 +47,9 @@ def lru_hits(trace: Trace, capacity: int) -> int:
 def test_one_simulated_tier_hits_exactly_what_lru_hits(
     gdskv: Command, tmp_path: Path, tier: str, capacity: int
 ) -> None:
-    answer = gdskv("replay", "--simulate", "--limit", 300, "--seed", 5, f"--{tier}-blocks", capacity, "--json")
+    answer = gdskv(
+        "replay", "--simulate", "--policy", "lru", "--limit", 300, "--seed", 5, f"--{tier}-blocks", capacity, "--json"
+    )
     assert answer.code == 0
     report = answer.json
     trace = generate_trace(300, seed=5)

@@ -56,7 +56,9 @@ def doctor(
 
 
 def _plain(value: object) -> object:
-    return value if isinstance(value, (int, float, str)) else [str(one) for one in value]  # type: ignore[attr-defined]
+    if isinstance(value, (int, float, str)) or value is None:
+        return value
+    return str(value) if isinstance(value, Path) else [str(one) for one in value]  # type: ignore[attr-defined]
 
 
 def _versions() -> dict[str, str]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
+_DAY_NS = 86_400 * 10**9
 _SPANS = (("1 min", 60), ("1 h", 3600), ("1 day", 86_400), ("1 week", 604_800))
 
 
@@ -97,6 +98,11 @@ def _describe(held: Held) -> dict[str, Any]:
         "write_errors": block.write_errors,
         "read_only_periods": block.closures,
         "threads": {"read": block.read_threads, "write": block.write_threads},
+        "written_per_byte_read": block.bytes_written / block.bytes_read if block.bytes_read else None,
+        "drive_writes_per_day": (
+            block.last_written / (block.blocks * block.slot_bytes) * _DAY_NS / block.last_ns if block.last_ns else None
+        ),
+        "sizing_curve": {scale: float(ratio) for scale, ratio in block.sizing_curve.items()},
         "ages": _histogram((now - there["written"]) / 1e9),
         "deadlines": _histogram((live["deadline"] - now) / 1e9)
         | {"passed": int(((there["deadline"] != 0) & (there["deadline"] <= now)).sum())}
@@ -188,6 +194,8 @@ def _show(result: dict[str, Any]) -> None:
             "faults": f"{entry['write_errors']:,} writes failed, read-only {entry['read_only_periods']} times "
             "as of the last close",
             "threads": _threads(**entry["threads"]),
+            "endurance": _endurance(entry),
+            "sizes": ", ".join(f"{scale}x {ratio:.1%}" for scale, ratio in entry["sizing_curve"].items()) or "-",
             "age": _words(entry["ages"]),
             "deadline": _words(entry["deadlines"]),
         }
@@ -199,6 +207,15 @@ def _show(result: dict[str, Any]) -> None:
 
 def _threads(read: int, write: int) -> str:
     return f"{read} to read and {write} to write, measured" if read else "not measured"
+
+
+def _endurance(entry: dict[str, Any]) -> str:
+    per_byte, per_day = entry["written_per_byte_read"], entry["drive_writes_per_day"]
+    return (
+        ("-" if per_byte is None else f"{per_byte:.2f} bytes written per byte served")
+        + ", "
+        + ("-" if per_day is None else f"{per_day:.2f} drive writes per day at the last run's rate")
+    )
 
 
 def _words(histogram: dict[str, int]) -> str:

@@ -38,7 +38,7 @@ def replay(
     simulate: Annotated[bool, typer.Option("--simulate", help="Decisions only: no bytes, no files.")] = False,
     policy: Annotated[
         str, typer.Option(help="Order of eviction among equals on disk, or in the only tier: lru or hazard.")
-    ] = "lru",
+    ] = "hazard",
     memory_policy: Annotated[str, typer.Option(help="The same in the tiers above the disk.")] = "lru",
     write_budget: Annotated[
         str, typer.Option(help="Writes to disk per day of trace time: bytes, or as 0.5dwpd; 0: any number.")
@@ -197,6 +197,7 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "blocks_written": written,
         "bytes_read": bytes_read,
         "bytes_written": written * plan.block_bytes,
+        "sizing_curve": tally.curve,
         "verified_blocks": tally.verified_blocks,
         "wrong_blocks": tally.wrong_blocks,
         "failed_blocks": tally.failed_blocks,
@@ -225,6 +226,9 @@ def _show(report: dict[str, Any]) -> None:
         found.add_row(tier, f"{blocks:,}", f"{hits:,}", f"{hits / asked:.4f}")
     console.out.print(found)
     console.print_places(report["directories"])
+    if any(report["sizing_curve"].values()):
+        sizes = ", ".join(f"{scale}x {ratio:.1%}" for scale, ratio in report["sizing_curve"].items())
+        console.out.print(f"would be found with the lowest tier at {sizes}", soft_wrap=True)
     times = Table("call", "p50", "p99", "p99.9", title="time per call in µs", title_justify="left", box=SIMPLE_HEAD)
     for column in times.columns[1:]:
         column.justify = "right"

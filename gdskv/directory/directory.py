@@ -184,7 +184,16 @@ class Directory:
         return HEADER, np.uint64(array.ctypes.data), array.dtype.itemsize
 
     def close(
-        self, *, clean: bool, tenants: Sequence[str], written: int, read_: int, errors: int, closures: int
+        self,
+        *,
+        clean: bool,
+        tenants: Sequence[str],
+        written: int,
+        read_: int,
+        errors: int,
+        closures: int,
+        open_ns: int,
+        curve: dict[str, str],
     ) -> None:
         """Say that everything is written, and let the files go."""
         s = self.superblock
@@ -194,6 +203,7 @@ class Directory:
         s.tenants = sorted({*s.tenants, *(t for t in tenants if t)})
         s.bytes_written += written
         s.bytes_read += read_
+        s.last_written, s.last_ns, s.sizing_curve = written, max(1, open_ns), curve
         with contextlib.suppress(OSError):  # read-only by now, or gone: then it counts as not closed
             if self._sync:
                 for fd in (self._slab_fd, *self._fds):

@@ -53,6 +53,12 @@ class Superblock:
     """Over the directory's life, as of the last close."""
     closures: int = 0
     """How often it turned read-only."""
+    last_written: int = 0
+    """Payload written between the last open and its close."""
+    last_ns: int = 0
+    """Wall-clock time between these, ns; 0 where nothing was closed yet."""
+    sizing_curve: dict[str, str] = field(default_factory=dict)
+    """Hit ratio at shares of the disk tier's size, as of the last close."""
     tenants: list[str] = field(default_factory=list)
     format: int = FORMAT
 

@@ -481,6 +481,9 @@ class _Slots:
     def learn_from(self, content: bytes) -> bool:
         return False
 
+    def curve(self) -> dict[float, float]:
+        return {}
+
     def __init__(self) -> None:
         self.batches: deque[NDArray[Any]] = deque()
         self.done: list[int] = []

@@ -99,6 +99,7 @@ class ManagedPlayer:
     def close(self) -> None:
         self._kv.close()
         self.tally.stats = self._kv.stats()
+        self.tally.curve = self._kv.store.sizing_curve()
         if self._promises.plan.share:
             self.tally.retention = self._promises.report()
 

@@ -100,6 +100,8 @@ class Tally:
     """Where the disk tier lies, and how its bytes move."""
     stats: dict[str, int] = field(default_factory=dict)
     """The counters of the manager or the store."""
+    curve: dict[str, float] = field(default_factory=dict)
+    """Hit ratio with the lowest tier at 0.25 to 8 times its size, as the shadow caches say."""
     elapsed_s: float = 0.0
     timings: dict[str, Timing] = field(default_factory=dict)
     """By the name of the call; ``load`` is from its match until all found blocks have landed."""

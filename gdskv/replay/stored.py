@@ -99,6 +99,7 @@ class StoredPlayer:
     def close(self) -> None:
         self._store.close()
         self.tally.stats = self._store.stats()
+        self.tally.curve = self._store.sizing_curve()
 
     def _loaded(self, flight: _Flight, lost: npt.NDArray[np.int64], now: float) -> None:
         tally, found = self.tally, flight.found

@@ -13,6 +13,7 @@ from .state import NOW, Arrays
 
 RESERVE = 0.25  # of the bucket, for retained blocks
 STEP = 1.01  # by which the price goes up or down with a request
+LEAST, MOST = 1e-3, 1e3  # price, in mean values of a block
 
 
 @jit
@@ -40,7 +41,7 @@ def spend(a: Arrays, n: int) -> None:
 
 @jit
 def haggle(a: Arrays) -> None:
-    """A request was asked: while the bucket is below half, blocks must be worth more to be written, and else less."""
+    """A request was asked: while the bucket is below half, a block must be worth more to be written, and else less."""
     if a.lf[PER_NS] > 0.0:
         low = a.lf[TOKENS] < 0.5 * (1.0 + RESERVE) * a.lf[BURST]
-        a.lf[PRICE] = max(1.0, min(1e6, a.lf[PRICE] * STEP if low else a.lf[PRICE] / STEP))
+        a.lf[PRICE] = max(LEAST, min(MOST, a.lf[PRICE] * STEP if low else a.lf[PRICE] / STEP))

@@ -11,9 +11,9 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import learn
-from .learned import BAR, BINS, HAND, MOVES, PRICE, TRUST
+from .learned import BAR, BINS, HAND, MEAN, MOVES, PER_NS, PRICE, TRUST
 from .slots import _trailing_zeros
-from .state import BARS_PRIORITY, BASE, BY_VALUE, CAP, FIRST, LISTS, NFREE, NONE, Arrays
+from .state import BARS_PRIORITY, BASE, BY_VALUE, CAP, DEFAULT_PRIORITY, FIRST, LISTS, NFREE, NONE, Arrays
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
@@ -139,12 +139,17 @@ def raise_bar(a: Arrays, t: int, spoken_for: int, factor: float) -> None:
     """Set what a block must be worth to enter tier `t`, of whose free slots so many are spoken for: more than what
     leaves next there by a factor, and no less in priority."""
     a.m[BARS_PRIORITY], a.lf[BAR] = NONE, 0.0
-    if not trusted(a, t) or a.m[NFREE + t] > spoken_for or a.ends[t, FIRST, 0] != NONE:
+    if not trusted(a, t):
+        return
+    least = a.lf[PRICE] * a.lf[MEAN] if a.lf[PER_NS] > 0.0 else 0.0
+    if least > 0.0:
+        a.m[BARS_PRIORITY], a.lf[BAR] = DEFAULT_PRIORITY, least
+    if a.m[NFREE + t] > spoken_for or a.ends[t, FIRST, 0] != NONE:
         return
     g = worst(a, t)
     if g != NONE:
         a.m[BARS_PRIORITY] = a.s[g].where - 1
-        a.lf[BAR] = a.lf[PRICE] * factor * learn.value(a, a.b[g].klass, learn.age_of(a, a.b[g].asked))
+        a.lf[BAR] = max(least, factor * learn.value(a, a.b[g].klass, learn.age_of(a, a.b[g].asked)))
 
 
 @jit

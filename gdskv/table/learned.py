@@ -22,8 +22,8 @@ MIDDLE = 32  # bin of the mean value
 
 MOVES = 16  # blocks found to stand in another list than they should, per victim
 HAND = 8  # slots looked at again per block asked
-REFUSE = 1.15  # a block enters if its value exceeds the victim's by this factor
-REFUSE_SPILL = 1.6  # the same of a block that leaves memory, where it had its chance
+REFUSE = 1.4  # a block enters if its value exceeds the victim's by this factor
+REFUSE_SPILL = 3.5  # the same of a block that leaves memory, where it had its chance
 
 SAMPLES = 16384  # keys followed
 LEAST_SHIFT = 2  # of so many bits of a key's hash that have to be zero; more where the table is larger
@@ -33,7 +33,7 @@ LEAST_GHOSTS = 65536  # keys remembered that are not there; a table's entries, i
 # Scalars of the learner, in `lm`. TRUST: the order by value is ahead of that by last use.
 ASKED, REQUESTS, SHIFT, WATCH_HAND, CLASS_HAND, SAME_KEY, SAME_LENGTH, TRUST, FILLED_AT, LM_SIZE = range(10)
 # Real numbers, in `lf`. TOKENS to PRICE are the write budget's: blocks that may be written now, those that come per ns,
-# the most that are kept, and what a written block must be worth beyond what it displaces.
+# the most that are kept, and what a block must be worth to be written, in mean values.
 MEAN, LEAD, SPAN, BAR, TOKENS, PER_NS, BURST, PRICE, LF_SIZE = range(9)
 
 WATCH = np.dtype(
@@ -86,7 +86,7 @@ def new_learned(learns: bool, sizes: tuple[int, ...], lists: int) -> dict[str, N
     lm = np.zeros(LM_SIZE, np.int64)
     lm[SHIFT] = shift
     lf = np.zeros(LF_SIZE)
-    lf[MEAN], lf[PRICE] = 1e-9, 1.0
+    lf[MEAN], lf[PRICE] = 1e-9, 0.1
     ghosts = max(LEAST_GHOSTS, 1 << (total - 1).bit_length()) if learns else 4
     places = np.zeros(total + 1 if learns else 1, PLACE)
     places["where"] = places["prev"] = places["next"] = -1

@@ -789,7 +789,10 @@ def store(
     a.m[XKEEP] = missing
     if a.m[NXFREE] >= missing:
         # Where host has no room besides for it, the chain's own beginning goes to disk; where that cannot be, it stays.
-        there = a.m[CAP + DISK] > 0 and a.m[SPILL] == SPILL_ALL
+        there = a.m[CAP + DISK] > 0 and (
+            a.m[SPILL] == SPILL_ALL
+            or (a.m[SPILL] == SPILL_LEARNED and (a.m[NFREE + DISK] >= own or not byvalue.trusted(a, DISK)))
+        )
         stay = not there or a.m[NFREE + HOST] + a.m[NLISTED + HOST] - own >= missing
         if stay:
             _guard(a, last, HOST, 1)

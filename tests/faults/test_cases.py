@@ -123,7 +123,7 @@ def test_a_block_that_comes_and_goes_is_written_once(tmp_path: Path) -> None:
 
 def test_books_are_flat_over_100_000_blocks_that_come_and_go(tmp_path: Path) -> None:
     """R9 of the cases."""
-    engine = open_engine(settings(tmp_path, disk=256, device_bytes=32 * BLOCK, host_bytes=32 * BLOCK))
+    engine = open_engine(settings(tmp_path, disk=256, device_bytes=32 * BLOCK, host_bytes=32 * BLOCK, policy="lru"))
     with engine.kv as kv:
         store, table = kv.store, kv.store.table
 
