@@ -103,7 +103,7 @@ def test_seventy_kills_in_a_row_leave_no_residue(tmp_path: Path, soak: int) -> N
         assert audit(store).wrong == 0
         size = store.disk_pool.directories[0].bytes
     left = sorted(str(path.relative_to(tmp_path / store.digest.hex())) for path in tmp_path.glob("*/*"))
-    assert left == ["blocks.slab", "slots.dir", "state.dir", "superblock"]
+    assert left == ["blocks.slab", "learned", "slots.dir", "state.dir", "superblock"]
     assert [path.name for path in tmp_path.iterdir()] == [store.digest.hex()]
     assert (tmp_path / store.digest.hex() / "blocks.slab").stat().st_size == size
 
