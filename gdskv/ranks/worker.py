@@ -28,6 +28,7 @@ from gdskv.ranks import scoreboard
 from gdskv.ranks.memory import EngineMemory
 from gdskv.ranks.messages import ORDER, Hello, Orders, Report, pack, unpack
 from gdskv.ranks.messages import RESULT as OUTCOME
+from gdskv.ranks.records import RECORDS, Slots
 from gdskv.store import Wrap
 from gdskv.table import CHANGE
 from gdskv.table.state import CALLER_TO_HOST, DISK_TO_HOST, HOST_TO_CALLER, HOST_TO_DISK
@@ -35,7 +36,6 @@ from gdskv.table.state import CALLER_TO_HOST, DISK_TO_HOST, HOST_TO_CALLER, HOST
 __all__ = ["Landed", "Worker"]
 
 ROUND = 512  # results taken in at a time
-RECORDS = 1 << 40  # tags of records' transfers start here
 KINDS = (HOST_TO_CALLER, CALLER_TO_HOST, DISK_TO_HOST, HOST_TO_DISK)
 
 
@@ -120,7 +120,8 @@ class Worker:
         self._number = 0
         self._started = False
         self._settled = True
-        self._slots = _Slots()
+        self._over: bool | None = None  # set: this epoch has ended and no order is carried out; True: nor kept on disk
+        self._slots = Slots()
         blocks, directories, fill, wall = np.zeros(0, np.void), [], 0, time.time_ns()
         why: tuple[str, ...] = ()
         if c.disk_bytes:
@@ -228,9 +229,6 @@ class Worker:
             self._change(unpack(orders.changes, CHANGE))
         return True
 
-    _over: bool | None = None
-    """This epoch has ended; True: with all that is on disk. Then no order is carried out any more."""
-
     def _enter(self, batch: NDArray[Any]) -> None:
         top = int(batch["tag"].max())
         if top >= len(self._jobs):
@@ -284,7 +282,6 @@ class Worker:
             self._end_all()
             landed, self._landed = self._landed, []
             self._reopen(self._over)
-            self._over = None
             return landed
         more = True
         while more:
@@ -465,62 +462,3 @@ class Worker:
         if drained:
             self._host.close()
         return drained
-
-
-class _Slots:
-    """What the ledger of a rank has in the place of a table: changes come from the leader, and what is found goes to
-    him."""
-
-    transfers = RECORDS
-    learns = False
-    """The leader's table does."""
-
-    def learned(self) -> bytes:
-        return b""
-
-    def learn_from(self, content: bytes) -> bool:
-        return False
-
-    def curve(self) -> dict[float, float]:
-        return {}
-
-    def __init__(self) -> None:
-        self.batches: deque[NDArray[Any]] = deque()
-        self.done: list[int] = []
-        self.failed: list[int] = []
-        self.tenants: list[str] = [""]
-        self.blocks: NDArray[Any] = np.zeros(0, np.void)
-        self.again = np.zeros(0, np.int32)
-
-    @property
-    def unremembered(self) -> int:
-        return len(self.batches)
-
-    def tenant(self, name: str) -> int:
-        if name not in self.tenants:
-            self.tenants.append(name)
-        return self.tenants.index(name)
-
-    def remember(self) -> None:
-        pass
-
-    def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int:
-        self.blocks = blocks.copy()
-        return len(blocks)
-
-    def free_among(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        return slots[:0]
-
-    def record_again(self, slots: NDArray[np.int32]) -> None:
-        self.again = np.unique(np.concatenate([self.again, slots])).astype(np.int32)
-
-    def changes(self, out: NDArray[Any]) -> int:
-        batch = self.batches.popleft()
-        out[: len(batch)] = batch
-        return len(batch)
-
-    def all_written(self, slots: NDArray[np.int32]) -> None:
-        self.done += slots.tolist()
-
-    def written(self, slot: int, what: int, ok: bool) -> None:
-        (self.done if ok else self.failed).append(slot)
