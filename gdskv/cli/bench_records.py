@@ -35,7 +35,7 @@ def records(directory: Path, rounds: int, step: Callable[[int], None]) -> list[R
     source = DevicePool(2 * CHAIN, layout)
     place = directory / "records"  # its own: the capacity of a directory counts all namespaces in it
     place.mkdir()
-    config = CacheConfig(disk_bytes=2 * MOVED, directories=(place,))
+    config = CacheConfig(disk_bytes=2 * MOVED, directories=(place,), policy="lru")  # which takes every block
     rates: dict[bool, list[float]] = {True: [], False: []}
     try:
         with KVStore(config, layout, Namespace(model="bench")) as store:

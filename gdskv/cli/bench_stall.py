@@ -224,6 +224,7 @@ def _run(directory: Path, shape: Shape, requests: int, step: Callable[[int], Non
         host_bytes=shape.host * BLOCK,
         disk_bytes=shape.disk * BLOCK,
         directories=(directory,),
+        policy="lru",  # everything is written: a policy that refuses blocks saves the disk work
     )
     with gdskv.BlockManager(config, gdskv.KVLayout.raw(BLOCK), gdskv.Namespace(model="bench"), io=wrap) as kv:
         load = Load(kv, shape)
