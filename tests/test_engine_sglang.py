@@ -197,11 +197,19 @@ def test_retention_is_the_same_for_all_pages(make: Make) -> None:
 
 
 def test_refusals_say_what_to_set(make: Make, tmp_path: Path) -> None:
+    def more(**names: int) -> StandInConfig:
+        """As of 0.5.23."""
+        config = StandInConfig()
+        config.__dict__.update(names)
+        return config
+
     mixed = StandInHostPool(4)
     mixed.sizes = [4096, 2048]
     cases: list[tuple[str, dict[str, Any]]] = [
         ("enable-dp-attention", {"config": StandInConfig(is_mla_model=True, tp_size=2)}),
         ("tp_lcm_size", {"config": StandInConfig(should_split_heads=True, tp_lcm_size=4)}),
+        ("--dcp-size", {"config": more(dcp_size=2)}),
+        ("replicas=1", {"config": more(dp_rank=1)}),
         ("pieces of one size", {"pool": mixed}),
         ("interface_v1", {"pool": SimpleNamespace(page_size=4, layout="x", size_per_token=64, dtype="uint8")}),
         ("Set host_bytes", {"pool": StandInHostPool(4, piece=1000), "host_bytes": 0}),
@@ -229,6 +237,10 @@ def test_replicas_take_the_next_free_folder_and_one_more_is_refused(make: Make, 
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank0", "replica1-rank0"]
     with pytest.raises(gdskv.DirectoryBusy):
         make(replicas=2)
+    third = StandInConfig()
+    third.dp_rank = 2  # type: ignore[attr-defined]  # as of 0.5.23
+    make(config=third, replicas=3)
+    assert (tmp_path / "replica2-rank0").is_dir()
 
 
 def test_the_namespace_tells_apart_all_that_bytes_depend_on() -> None:

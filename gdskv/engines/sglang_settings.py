@@ -63,6 +63,11 @@ def refuse(config: Any, server_args: Any) -> None:
             "of gdskv belongs to one process, so the other ranks would find nothing. Use --enable-dp-attention with as "
             f'many --dp-size as --tp-size and "replicas": {tp}.'
         )
+    if int(getattr(config, "dcp_size", 1) or 1) > 1:
+        raise ConfigError(
+            f"dcp_size={config.dcp_size} cuts pages between ranks of which one writes; a directory of gdskv belongs to "
+            "one process. Set --dcp-size 1."
+        )
     if getattr(config, "should_split_heads", False):
         raise ConfigError(
             f"tp_lcm_size={getattr(config, 'tp_lcm_size', None)} splits pages for servers of several tp sizes to "
@@ -206,7 +211,10 @@ def open_store(config: Any, shape: Geometry, server_args: Any, io: Wrap | None =
     for directory in whole.places(rank):
         if not directory.is_dir():
             raise ConfigError(f"{directory} is not a directory. Create it (mkdir -p {directory}), or name another.")
-    for replica in range(replicas):
+    mine = getattr(config, "dp_rank", None)  # from 0.5.23 on; before, each takes the first folder that is free
+    if mine is not None and not 0 <= mine < replicas:
+        raise ConfigError(f"replicas={replicas}, and this is replica {mine}. Set replicas to the number of --dp-size.")
+    for replica in range(replicas) if mine is None else [mine]:
         folders = [d / (f"rank{rank}" if not replica else f"replica{replica}-rank{rank}") for d in whole.places(rank)]
         for folder in folders:
             folder.mkdir(exist_ok=True)
@@ -219,6 +227,6 @@ def open_store(config: Any, shape: Geometry, server_args: Any, io: Wrap | None =
         try:
             return KVStore(share, shape.layout, namespace(config, shape, server_args), now=now, io=io)
         except DirectoryBusy:
-            if replica == replicas - 1:
+            if replica in (mine, replicas - 1):
                 raise
     raise ConfigError(f"replicas={replicas} is not 1 or more. Give the number of --dp-size.")

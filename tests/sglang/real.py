@@ -5,6 +5,7 @@ Import this before anything of SGLang.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,18 @@ def until(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.001)
 
 
+def _alone() -> dict[str, int]:
+    """One rank, in the names that this SGLang knows."""
+    for groups in (("tp", "pp", "attn_dcp"), ("tp", "pp")):
+        names = {f"{group}_{what}": int(what == "size") for group in groups for what in ("rank", "size")}
+        try:
+            with get_parallel().override(**names):
+                return names
+        except ValueError:  # a name that 0.5.20 does not know
+            continue
+    raise AssertionError("SGLang names its ranks otherwise")
+
+
 def tokens(document: int, n: int) -> list[int]:
     """The tokens of `n` pages of a prompt."""
     return [document * 100_000 + i for i in range(n * PAGE)]
@@ -58,11 +71,21 @@ class Sglang:
         size = PAGES * PAGE
         if mla:
             device: Any = MLATokenToKVPool(size, PAGE, torch.float32, 64, 16, LAYERS, "cpu", False)
-            host: Any = MLATokenToKVPoolHost(device, 2.0, 0, PAGE, layout, pin_memory=False)
         else:
             device = MHATokenToKVPool(size, PAGE, torch.float32, 2, 32, LAYERS, "cpu", False)
-            host = MHATokenToKVPoolHost(device, 2.0, 0, PAGE, layout, pin_memory=False)
-        self.pool = host
+        kind: Any = MLATokenToKVPoolHost if mla else MHATokenToKVPoolHost
+        more = {
+            "device_capacity_tokens": size,
+            "start_layer": device.start_layer,
+            "end_layer": device.end_layer,
+            "target_layer_num": LAYERS,
+        }
+        known = inspect.signature(kind).parameters
+        more = {name: value for name, value in more.items() if name in known}
+        pool = device
+        if "buffer_info" in known:  # from 0.5.23 on
+            pool = device._mla_buffer_info() if mla else device._mha_buffer_info()
+        self.pool = kind(pool, 2.0, 0, PAGE, layout, pin_memory=False, **more)
         extra = {
             "backend_name": "gdskv",
             "module_path": "gdskv.engines.sglang",
@@ -74,10 +97,10 @@ class Sglang:
             "min_free": 0,
             **settings,
         }
-        with get_parallel().override(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1):
+        with get_parallel().override(**_alone()):
             self.controller = HiCacheController(
                 _Allocator(device),
-                host,
+                self.pool,
                 PAGE,
                 None,
                 load_cache_event=None,
