@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gdskv import extents
 from gdskv.config import CacheConfig, Sizing
+from gdskv.directory import superblock
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
 from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
 from gdskv.io.choice import open_engine
@@ -478,9 +479,10 @@ class KVStore:
         settled = self.ledger is None or (self.ledger.settled and not table.unremembered)
         return settled and not (table.launched or table.deferred)
 
-    def close(self, timeout: float = 5.0) -> bool:
+    def close(self, timeout: float = 5.0, *, forget: bool = False) -> bool:
         """Stop. Within `timeout` seconds transfers land and what memory alone holds is written to disk, the most
-        valuable first. A device that holds on to a transfer longer keeps its memory mapped.
+        valuable first. A device that holds on to a transfer longer keeps its memory mapped. With `forget` nothing is
+        written, and the next open finds nothing.
 
         Returns
         -------
@@ -496,7 +498,7 @@ class KVStore:
         left = self.table.capacity(DISK)  # the first are the most valuable, and more would displace them
         while time.monotonic() < end:
             if self.idle:
-                planned = self.table.flush(min(ROUND, left))
+                planned = 0 if forget else self.table.flush(min(ROUND, left))
                 left -= planned
                 if not planned:
                     break
@@ -509,6 +511,9 @@ class KVStore:
                 self.ledger.close(self.table, clean=clean, counters=self.io.counters())
             else:
                 self.ledger.abandon()
+        if forget and self.disk_pool is not None:
+            for directory in self.disk_pool.directories:  # without its superblock nothing of a namespace is believed
+                (directory.path / self.digest.hex() / superblock.NAME).unlink(missing_ok=True)
         if drained:
             self._close_pools()
         return drained

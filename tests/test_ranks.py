@@ -296,6 +296,22 @@ def test_a_disk_that_does_not_answer_holds_up_no_request(tmp_path: Path) -> None
     engine.close()
 
 
+def test_a_cancel_that_comes_too_late_does_not_reach_what_has_the_tag_next(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 2)
+    engine.opened()
+    engine.put(0, 4)
+    load = engine.leader.load(chain(0, 4), start=0, into=range(32, 36), now=engine.now)
+    assert load.ticket is not None and engine.leader.store is not None
+    while engine.leader.store.fleet.owing:  # every rank has done it, and the table has not heard
+        orders = engine.leader.orders(now=engine.now)
+        for rank in engine.ranks:
+            engine.leader.receive(rank.rank.step(orders), now=engine.now)
+    engine.leader.cancel(load.ticket)
+    assert engine.leader.poll(now=engine.now)[0].failed.tolist() == []
+    assert engine.put(1, 4).failed.tolist() == [] and engine.tiers(1, 4) == [1] * 4
+    engine.close()
+
+
 def test_ranks_of_unequal_size_are_refused(tmp_path: Path) -> None:
     engine = Engine(tmp_path, 2)
     engine.settings["disk_bytes"] += 4 * BLOCK

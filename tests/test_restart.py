@@ -230,3 +230,16 @@ def test_each_rank_has_the_directory_that_its_number_stands_in(tmp_path: Path) -
             assert [d.path for d in kv.store.disk_pool.directories] == [tmp_path / f"gpu{rank}"]
     with pytest.raises(gdskv.DirectoryError, match=r"gpu2 does not exist. Create it"):
         gdskv.BlockManager(settings, LAYOUT, gdskv.Namespace(model="test", tp=3, rank=2))
+
+
+def test_a_store_that_forgets_at_its_close_comes_back_empty(tmp_path: Path) -> None:
+    with manager(tmp_path, disk=64) as kv:
+        Engine(kv).run(0, 4 * TOKENS)
+        Engine(kv).drain()
+    settings = config(tmp_path, device=0, disk=64)
+    with gdskv.KVStore(settings, LAYOUT, NAMESPACE) as store:
+        assert store.ledger.recovered.blocks == 4
+        assert store.close(5.0, forget=True)
+        assert store.stats()["io_write_transfers_posix_direct"] == 0
+    with gdskv.KVStore(settings, LAYOUT, NAMESPACE) as store:
+        assert store.ledger.recovered.blocks == 0

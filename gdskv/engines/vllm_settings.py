@@ -8,18 +8,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 from gdskv.config import CacheConfig
+from gdskv.engines.common import digest, files_digest, retention_of
 from gdskv.errors import ConfigError
 from gdskv.layout import Namespace
-from gdskv.retention import Retention, TokenRange
 
 __all__ = ["cache_config", "files_digest", "namespace", "refuse", "retention_of"]
-
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 
 
 def refuse(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -127,7 +123,7 @@ def namespace(vllm_config: Any, *, rank: int = 0, shapes: Iterable[str] = ()) ->
         described.pop(name, None)
     load = vllm_config.load_config
     extra = {
-        "hf_config": _digest(json.dumps(described, sort_keys=True, default=str)),
+        "hf_config": digest(json.dumps(described, sort_keys=True, default=str)),
         "block_size": str(cache.block_size),
         "hash": f"{cache.prefix_caching_hash_algo} seed {os.environ.get('PYTHONHASHSEED', '')}",
         "kv_dtype": str(cache.cache_dtype),
@@ -136,7 +132,7 @@ def namespace(vllm_config: Any, *, rank: int = 0, shapes: Iterable[str] = ()) ->
         "speculation": _speculation(getattr(vllm_config, "speculative_config", None)),
         "load_format": str(load.load_format),
         "seed": str(model.seed) if str(load.load_format) == "dummy" else "",
-        "shapes": _digest("\n".join(shapes)),
+        "shapes": digest("\n".join(shapes)),
     }
     commit = getattr(hf, "_commit_hash", None) or getattr(model, "revision", None) or ""
     return Namespace(
@@ -155,36 +151,3 @@ def _speculation(config: Any) -> str:
     if config is None:
         return ""
     return f"{getattr(config, 'method', '')} {getattr(config, 'model', '')}"
-
-
-def files_digest(path: str) -> str:
-    """What tells two states of a local model or adapter apart: names, sizes and times of its files. Empty if `path` is
-    no directory here."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return ""
-    files = sorted(f for f in folder.iterdir() if f.suffix in _WEIGHTS)
-    return _digest("\n".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files))
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def retention_of(params: Any) -> Retention | None:
-    """A request's retention, from ``kv_transfer_params["gdskv"]``.
-
-    The names are those of `Retention`; `ranges` is a list of objects with the names of `TokenRange`.
-
-    Raises
-    ------
-    RetentionError, TypeError
-        A value is wrong, or a name is not known.
-    """
-    wish = (params or {}).get("gdskv")
-    if not wish:
-        return None
-    wish = dict(wish)
-    if "ranges" in wish:
-        wish["ranges"] = tuple(TokenRange(**part) for part in wish["ranges"])
-    return Retention(**wish)

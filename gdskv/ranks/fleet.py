@@ -137,6 +137,8 @@ class Fleet:
             more = max(2 * self._owed.shape[1], int(ids.max()) + 1) - self._owed.shape[1]
             self._owed = np.pad(self._owed, ((0, 0), (0, more)))
             self._worst, self._lied = np.pad(self._worst, (0, more)), np.pad(self._lied, (0, more))
+        # what was to be cancelled under these tags has ended since
+        self._cancelled = [tags[~np.isin(tags, ids)] for tags in self._cancelled]
         self._owed[:, ids] = True
         self._worst[ids], self._lied[ids] = 0, False
         self._count += len(ids)
@@ -320,20 +322,23 @@ class RankedStore(KVStore):
         """Let time be `now`, seconds."""
         self.table.advance(nanoseconds(now))
 
-    def without(self, found: Found, start: int) -> Found:
-        """Let go of the leading `start` blocks of a match; the rest is held on."""
-        if start == 0:
+    def part(self, found: Found, start: int, end: int) -> Found:
+        """Let go of a match outside of the blocks from `start` up to `end`; those are held on."""
+        if (start, end) == (0, found.length):
             return found
         self._found.pop(found.id)
-        self.table.leave(found.tier[:start], found.slots[:start])
+        outside = np.r_[:start, end : found.length]
+        self.table.leave(found.tier[outside], found.slots[outside])
+        inside = slice(start, end)
         rest = Found(
-            found.length - start,
-            found.tier[start:].copy(),
-            found.entries[start:].copy(),
-            found.slots[start:].copy(),
+            end - start,
+            found.tier[inside].copy(),
+            found.entries[inside].copy(),
+            found.slots[inside].copy(),
             found.id,
         )
-        self._found[found.id] = rest
+        if rest.length:
+            self._found[found.id] = rest
         return rest
 
     def failed_so_far(self, ticket: Ticket) -> NDArray[np.int64]:

@@ -20,9 +20,11 @@ from gdskv.layout import KVLayout, Namespace
 from gdskv.ranks.fleet import Fleet, RankedStore
 from gdskv.ranks.messages import Hello, Orders, Report
 from gdskv.retention import Retention
-from gdskv.store import Done, Rejected, Ticket, nanoseconds
+from gdskv.store import Done, Found, Rejected, Ticket, nanoseconds
+from gdskv.table import DISK, HOST
+from gdskv.table.state import NONE, READY
 
-__all__ = ["Leader", "Load"]
+__all__ = ["Held", "Leader", "Load"]
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,14 @@ class Load(NamedTuple):
     """Indices of blocks that will not come, known already; workers never hear of them."""
     tiers: NDArray[np.int8]
     """Per block that was found, from the first asked for on: 1 host, 2 disk."""
+
+
+class Held(NamedTuple):
+    """Blocks in host memory that stay there until `Leader.load_held` or `Leader.let_go`."""
+
+    found: Found
+    store: RankedStore
+    """Whose they are: a later session knows nothing of them."""
 
 
 class Leader:
@@ -197,12 +207,58 @@ class Leader:
         if found.length <= start:
             self.store.release(found)
             return nothing
-        tail = self.store.without(found, start)
+        tail = self.store.part(found, start, found.length)
         ticket = self.store.load(tail, into=np.array(into[: tail.length], np.uint64), now=now)
         if isinstance(ticket, Rejected):
             return nothing
         failed = self.store.failed_so_far(ticket)
         return Load(ticket, np.concatenate([failed, np.arange(tail.length, asked)]), tail.tier)
+
+    # For an engine that cannot be told of a block that did not arrive: what is promised is checked before.
+
+    def hold(self, keys: Keys, *, now: float) -> Held | None:
+        """Hold the longest run whose bytes have landed in host memory on every rank, and were checked there."""
+        if self.store is None:
+            return None
+        self.store.advance(now)
+        entries, tiers = self.store.table.match(keys)
+        ready = (tiers == HOST) & (self.store.table.arrays.e["state"][entries, HOST] == READY)
+        n = len(ready) if ready.all() else int(np.argmin(ready))
+        return Held(self.store.match(keys[:n], now=now), self.store) if n else None
+
+    def load_held(self, held: Held, *, start: int, into: Sequence[int], now: float) -> Ticket | None:
+        """Copy held blocks from `start` on to the engine's blocks `into`, as many; the hold ends. None: it cannot be,
+        as the ranks have started over since, or too much is in flight."""
+        if held.store is not self.store:
+            return None
+        rest = held.store.part(held.found, start, min(start + len(into), held.found.length))
+        ticket = held.store.load(rest, into=np.array(into[: rest.length], np.uint64), now=now)
+        if isinstance(ticket, Rejected):
+            held.store.release(rest)
+            return None
+        return ticket
+
+    def coming(self, keys: Keys) -> int:
+        """Blocks of the longest run that are on their way from disk to host memory."""
+        if self.store is None:
+            return 0
+        entries, tiers = self.store.table.match(keys)
+        e = self.store.table.arrays.e[entries]
+        return int(((tiers == HOST) & (e["state"][:, HOST] != READY) & (e["slot"][:, DISK] != NONE)).sum())
+
+    def let_go(self, held: Held) -> None:
+        """End a hold."""
+        if held.store is self.store:
+            held.store.release(held.found)
+
+    def prefetch(self, keys: Keys, *, now: float) -> int:
+        """Bring blocks that are on disk alone to host memory, at most a quarter of it; how many are on their way."""
+        return self.store.prefetch(keys, now=now) if self.store is not None else 0
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give up a ticket: what has not started does not start."""
+        if self.store is not None:
+            self.store.cancel(ticket)
 
     def take(
         self,

@@ -49,8 +49,36 @@ class EngineMemory:
         self.base: NDArray[np.uint64] = np.array([base for base, _ in rows], np.uint64)
         self.stride: NDArray[np.uint64] = np.array([stride for _, stride in rows], np.uint64)
         self.length: NDArray[np.int64] = np.array(list(rows.values()), np.int64)
+        self._place()
+
+    def _place(self) -> None:
         self.offset: NDArray[np.int64] = np.concatenate([[0], np.cumsum(self.length)[:-1]]).astype(np.int64)
         """Of each segment within a block."""
+
+    @classmethod
+    def of_regions(cls, regions: Iterable[tuple[int, int, int]], blocks: int) -> EngineMemory:
+        """Return the memory of an engine that names base, stride and bytes of each segment itself.
+
+        Raises
+        ------
+        LayoutError
+            There is no segment, or the blocks of one overlap.
+        """
+        self = cls.__new__(cls)
+        self.blocks, self.tensors, self.shapes = blocks, [], []
+        rows = list(regions)
+        for base, stride, length in rows:
+            if not 0 < length <= stride:
+                raise LayoutError(
+                    f"a region at {base:#x} has {length} bytes every {stride}. Give what the engine says."
+                )
+            self.shapes.append(f"{length} bytes every {stride}")
+        if not rows:
+            raise LayoutError("the engine's pool has no regions. Register its KV caches first.")
+        table = np.array(rows, np.uint64)
+        self.base, self.stride, self.length = table[:, 0].copy(), table[:, 1].copy(), table[:, 2].astype(np.int64)
+        self._place()
+        return self
 
     @property
     def block_bytes(self) -> int:
