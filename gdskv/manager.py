@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gdskv.config import CacheConfig
 from gdskv.errors import ConfigError, GdskvError
 from gdskv.io.choice import unreachable
+from gdskv.io.courtesy import in_call
 from gdskv.keys import Content, TokenIds, as_keys, block_keys, extend_keys, root_key
 from gdskv.layout import KVLayout, Namespace
 from gdskv.pools.device import DevicePool
@@ -169,6 +170,7 @@ class BlockManager:
 
     # ---- a request's life
 
+    @in_call
     def begin(
         self,
         token_ids: TokenIds | None = None,
@@ -239,6 +241,7 @@ class BlockManager:
         self._skipped_slow += len(tiers) - int(slow[0])
         return int(slow[0])
 
+    @in_call
     def match(
         self,
         token_ids: TokenIds | None = None,
@@ -271,6 +274,7 @@ class BlockManager:
         out[: len(entries)] = np.where(rows["flags"] & COUNTED, rows["deadline"], 0) / 1e9
         return out
 
+    @in_call
     def allocate(self, request: Request, n_blocks: int, *, now: float) -> Rejected | None:
         """Lease `n_blocks` further device slots, as decoding needs them; they join the end of `request.blocks`, and the
         request is ready again once they are free of older bytes."""
@@ -336,6 +340,7 @@ class BlockManager:
             for begun in landed:
                 table.release(begun.slots)
 
+    @in_call
     def commit(
         self,
         request: Request,
@@ -405,6 +410,7 @@ class BlockManager:
         more = extend_keys(last, token_ids[have * size :], size, first_token=have * size, content=request._content)
         request.keys = np.concatenate([request.keys, more])
 
+    @in_call
     def release(self, request: Request, *, now: float) -> None:
         """The request is over. What was committed stays cached; once is enough and more does no harm."""
         if request.released:
@@ -413,12 +419,14 @@ class BlockManager:
         self.store._begin_call(now)
         self._table.release(request.blocks)
 
+    @in_call
     def cancel(self, request: Request, *, now: float) -> None:
         """Give a request up at any point. Transfers under way land before their slots are used again."""
         self.release(request, now=now)
 
     # ---- besides
 
+    @in_call
     def poll(self, *, now: float) -> None:
         """Take in what has landed and start what waited for it; bounded work."""
         self.store._begin_call(now)

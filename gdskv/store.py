@@ -19,6 +19,7 @@ from gdskv.directory import superblock
 from gdskv.errors import ConfigError, GdskvError, StoreClosed
 from gdskv.io.base import ALIGNMENT, RESULT, IOEngine
 from gdskv.io.choice import open_engine
+from gdskv.io.courtesy import in_call
 from gdskv.io.modes import Mode
 from gdskv.io.null import NullEngine
 from gdskv.keys import as_keys
@@ -281,6 +282,7 @@ class KVStore:
 
     # ---- what an engine calls
 
+    @in_call
     def match(self, keys: Keys, *, now: float) -> Found:
         """Longest run of keys, from the first, that can be served; it is held until `load` or `release`.
 
@@ -306,11 +308,13 @@ class KVStore:
         Where computing them again is quicker, leave them."""
         return self.pace.seconds(int((found.tier == DISK).sum()))
 
+    @in_call
     def release(self, found: Found) -> None:
         """Let go of a match that will not be loaded; once is enough and more does no harm."""
         if self._found.pop(found.id, None) is not None:
             self.table.leave(found.tier, found.slots)
 
+    @in_call
     def load(self, found: Found, *, into: Any, now: float) -> Ticket | Rejected:
         """Bring found blocks to the caller's memory.
 
@@ -383,6 +387,7 @@ class KVStore:
             f"{ALIGNMENT} and there is no host tier to stage it. Align it, or set host_bytes."
         )
 
+    @in_call
     def store(
         self,
         keys: Keys,
@@ -431,6 +436,7 @@ class KVStore:
         self._start()
         return n
 
+    @in_call
     def poll(self, *, now: float) -> list[Done]:
         """Take in what has landed, hand out what may start; the tickets that are done since the last call."""
         self._begin_call(now)
@@ -438,6 +444,7 @@ class KVStore:
         done, self._done = self._done, []
         return done
 
+    @in_call
     def cancel(self, ticket: Ticket) -> None:
         """Give up a ticket: what has not started does not start. It is still reported by `poll`, once nothing moves in
         the caller's memory any more, with what did not arrive as failed."""

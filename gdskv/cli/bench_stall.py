@@ -26,7 +26,9 @@ __all__ = ["stall"]
 
 BLOCK = 64 << 10
 CALLS = ("match", "allocate", "commit", "release", "poll")
+CONTROL = "control"  # calls nothing of gdskv and takes about as long as `allocate`: its tail is the machine's own
 PACES = ("saturated", "drained", "delayed")
+CONTROL_STEPS = 16_000  # .3 ms
 ROUNDS = 5
 DELAY_S = 0.1
 
@@ -64,7 +66,8 @@ def stall(
     """Time match, allocate, commit, release and poll with requests of 1,000 blocks, most of which are on disk.
 
     Saturated: the next request begins as soon as one has ended, so that loads and spills fill the disk's queues all the
-    time. Beside it, in turn: every call waits for a drained disk; each transfer's end is seen 100 ms late.
+    time. Beside it, in turn: every call waits for a drained disk; each transfer's end is seen 100 ms late. A plain loop
+    that takes as long as allocate, once a request, shows what the machine itself does to any thread meanwhile.
     Figures count only if no request was rejected and no block shed.
     """
     shape = Shape(blocks, blocks * 6 // 10)
@@ -72,11 +75,13 @@ def stall(
         figures = _run(place, shape, requests, step)
     if not json:
         counts = figures["counts"]
-        disk = figures["disk"]
+        disk, control = figures["disk"], figures["percentiles_ms"]["saturated"][CONTROL]
         console.out.print(
             f"{counts['admitted']:,} requests of {blocks:,} blocks admitted, {counts['rejected']} rejected, "
             f"{counts['shed']} blocks shed; saturated, {disk['read_gb_s']:.2f} GB/s were read and "
-            f"{disk['written_gb_s']:.2f} GB/s written, with transfers in flight {disk['busy']:.0%} of the time"
+            f"{disk['written_gb_s']:.2f} GB/s written, with transfers in flight {disk['busy']:.0%} of the time; "
+            f"a loop of {control['p50']:.2f} ms took {control['p99.9']:.2f} at the 99.9th percentile; "
+            f"the host of this machine kept {figures['stolen_s']:.1f} s of processor time"
         )
     results = figures.pop("results")
     benchlib.show("stall", results, json=json, **figures)
@@ -124,7 +129,7 @@ class Late:
 class Clocked:
     """Samples per call, ns."""
 
-    samples: dict[str, array[int]] = field(default_factory=lambda: {call: array("q") for call in CALLS})
+    samples: dict[str, array[int]] = field(default_factory=lambda: {call: array("q") for call in (*CALLS, CONTROL)})
 
     def __call__(self, call: str, job: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         start = time.perf_counter_ns()
@@ -156,6 +161,10 @@ class Load:
         self._documents = [self._keys(shape.found) for _ in range(shape.documents)]
         self._begun = 0
 
+    @staticmethod
+    def control() -> int:
+        return sum(range(CONTROL_STEPS))
+
     def _keys(self, n: int) -> Any:
         import numpy as np
 
@@ -180,6 +189,8 @@ class Load:
                 left -= 1
                 self._rest(pace)
                 clocked("match", kv.match, keys=keys, now=time.monotonic() - start)
+                self._rest(pace)
+                clocked(CONTROL, self.control)
                 self._rest(pace)
                 request = clocked("allocate", kv.begin, keys=keys, now=time.monotonic() - start)
                 if not hasattr(request, "blocks"):
@@ -231,6 +242,7 @@ def _run(directory: Path, shape: Shape, requests: int, step: Callable[[int], Non
         load.run(3 * shape.disk // shape.request, "saturated", Clocked())  # every slot was written over
         load.drain()
         step(1)
+        stolen = benchlib.stolen_s()
         clocked = {pace: Clocked() for pace in PACES}
         read = written = seconds = 0.0
         load.admitted = load.polls = load.busy_polls = 0
@@ -250,6 +262,7 @@ def _run(directory: Path, shape: Shape, requests: int, step: Callable[[int], Non
                 step(1)
         kv.check()
         stats = kv.stats()
+        stolen = benchlib.stolen_s() - stolen
     percentiles = {pace: clocked[pace].percentiles() for pace in PACES}
     return {
         "results": _results(percentiles),
@@ -267,6 +280,7 @@ def _run(directory: Path, shape: Shape, requests: int, step: Callable[[int], Non
             "written_gb_s": written / seconds / 1e9,
             "busy": load.busy_polls / max(1, load.polls),
         },
+        "stolen_s": stolen,
         "blocks": {"request": shape.request, "device": shape.device, "host": shape.host, "disk": shape.disk},
     }
 

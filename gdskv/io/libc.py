@@ -20,10 +20,10 @@ __all__ = [
     "fdatasync",
     "memcpy",
     "monotonic_ns",
+    "nap",
     "preadv",
     "pwritev",
     "sleep_while_equal",
-    "step_aside",
     "wake",
 ]
 
@@ -47,8 +47,8 @@ memcpy = _libc("memcpy", _pointer, _pointer, _pointer, _size)
 """``memcpy(target, source, length)``."""
 fdatasync = _libc("fdatasync", _int, _int)
 """``fdatasync(fd)``: what was written to the file survives a power cut."""
-step_aside = _libc("sched_yield", _int)
-"""``sched_yield()``: a thread that waits for this processor goes first; returns at once where none does."""
+nap = _libc("usleep", _int, _int)
+"""``usleep(us)``. Unlike ``sched_yield``, it lets a thread go first that has had more than its share."""
 _errno_location = _libc("__errno_location", _pointer)
 _clock_gettime = _libc("clock_gettime", _int, _int, _pointer)
 _syscall = _libc("syscall", _long, _long, _pointer, _long, _long, _pointer, _pointer, _long)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from gdskv.io import queues, worker
 from gdskv.io.base import COPY, READ, RESULT, TRANSFER, WRITE, IOEngine, Results, Slab, Tags, Transfers
+from gdskv.io.courtesy import IN_CALL
 
 __all__ = ["READ_THREADS", "WRITE_THREADS", "PosixEngine", "drain"]
 
@@ -196,6 +197,7 @@ class PosixEngine:
             np.zeros((queues.MAX_PIECES, 2), np.int64),
             counts,
             checksums,
+            IN_CALL,
         )
 
     def _compile(self, checksums: bool) -> None:

@@ -18,10 +18,10 @@ from gdskv.io.libc import (
     fdatasync,
     memcpy,
     monotonic_ns,
+    nap,
     preadv,
     pwritev,
     sleep_while_equal,
-    step_aside,
     wake,
 )
 from gdskv.io.queues import (
@@ -59,17 +59,30 @@ _GENTLE = np.int64(684 << 10)
 _GENTLE_NS = 100_000_000
 _READS_A_WRITE = 4
 _ALL = 1 << 30  # sleepers: wake every one
-# Bytes that a worker copies or sums before it offers its processor to others. The system looks only at its tick, every
-# 4 ms, and where processors are few the calling thread would wait as long in the middle of a call.
+# Bytes that a worker copies or sums before it sleeps for a moment. The system looks only at its tick, every 4 ms, and
+# where processors are few the calling thread would wait as long in the middle of a call. A yield is not enough: a
+# caller that never sleeps has had more than its share, so the system would choose the worker again.
 _STRIDE = np.int64(1 << 20)
+_MOMENT_US = np.int32(1)  # the least; with the system's timer slack about 60 us
+_MOMENTS = 20  # that a worker leaves to a call at once: all of them together would be a stall of their own
 
 
 @jit(nogil=True)
-def _offer(since: int) -> int:
-    """Let others have the processor after a stride of bytes; return how many there are since the last time."""
+def _after_call(in_call: Words) -> None:
+    """Wait, not for long, while a caller is in a call: it goes first."""
+    for _ in range(_MOMENTS):
+        if load_acquire(in_call, 0) == 0:
+            return
+        nap(_MOMENT_US)
+
+
+@jit(nogil=True)
+def _breathe(since: int, in_call: Words) -> int:
+    """Leave the processor for a moment after a stride of bytes; return how many there are since the last time."""
     if since < _STRIDE:
         return since
-    step_aside()
+    nap(_MOMENT_US)
+    _after_call(in_call)
     return 0
 
 
@@ -233,7 +246,15 @@ def _call(
 
 @jit(nogil=True)
 def _settle(
-    kind: int, first: int, count: int, moved: int, why: int, descriptors: Records, link: Words, checksums: bool
+    kind: int,
+    first: int,
+    count: int,
+    moved: int,
+    why: int,
+    descriptors: Records,
+    link: Words,
+    checksums: bool,
+    in_call: Words,
 ) -> int:
     """Give each member its bytes, in order, and its checksum; return how many are whole."""
     whole = since = 0
@@ -247,7 +268,7 @@ def _settle(
             descriptors["moved"][d] = got
             if kind == READ and checksums:
                 descriptors["crc"][d] = crc32c_at(descriptors["address"][d], length)
-                since = _offer(since + length)
+                since = _breathe(since + length, in_call)
         else:
             descriptors["moved"][d] = -why if why != 0 else got
         d = link[d]
@@ -267,16 +288,18 @@ def _move(
     clock: Words,
     counts: Words,
     checksums: bool,
+    in_call: Words,
 ) -> None:
     """Read or write what is claimed of a group."""
     stopping = len(shared) - LINE + STOP
     if kind == WRITE and checksums:
         since = 0
+        _after_call(in_call)
         d = group
         while d >= 0 and load_acquire(shared, stopping) == 0:
             if state[d] == CLAIMED:
                 descriptors["crc"][d] = crc32c_at(descriptors["address"][d], descriptors["length"][d])
-                since = _offer(since + descriptors["length"][d])
+                since = _breathe(since + descriptors["length"][d], in_call)
             d = link[d]
     pieces = len(vectors)
     d = group
@@ -287,7 +310,7 @@ def _move(
         count, total = _stretch(d, pieces, descriptors, state, link)
         moved, why = _call(kind, d, total, shared, lane, descriptors, link, vectors, clock, counts)
         look = checksums and load_acquire(shared, stopping) == 0  # after a stop the memory may be gone
-        whole = _settle(kind, d, count, moved, why, descriptors, link, look)
+        whole = _settle(kind, d, count, moved, why, descriptors, link, look, in_call)
         for _ in range(whole):
             d = link[d]
         if whole < count:
@@ -299,7 +322,7 @@ def _move(
 
 
 @jit(nogil=True)
-def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: Words) -> None:
+def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: Words, in_call: Words) -> None:
     since = 0
     d = group
     while d >= 0:
@@ -311,7 +334,7 @@ def _copy(group: int, descriptors: Records, state: Words, link: Words, counts: W
                 memcpy(descriptors["target"][d], descriptors["address"][d], length)
             descriptors["moved"][d] = length
             counts[_CALLS] += 1
-            since = _offer(since + length)
+            since = _breathe(since + length, in_call)
         d = link[d]
 
 
@@ -343,6 +366,7 @@ def run(
     vectors: Words,
     counts: Words,
     checksums: bool,
+    in_call: Words,
 ) -> None:
     """Serve a queue until its end mark.
 
@@ -356,6 +380,8 @@ def run(
         (MAX_PIECES, 2) int64 of this worker: address and length of each piece of a call.
     counts
         (2, len(COUNTED)) int64 of this worker: by path, direct and buffered. It alone writes them.
+    in_call
+        The word of :mod:`gdskv.io.courtesy`.
     """
     clock = np.zeros(2, np.int64)
     lane = LINE * (queues + queue // 2)
@@ -367,9 +393,9 @@ def run(
         _claim(group, descriptors, state, link)
         counted = counts[descriptors["path"][group]]
         if kind == COPY:
-            _copy(group, descriptors, state, link, counted)
+            _copy(group, descriptors, state, link, counted, in_call)
         else:
-            _move(kind, group, shared, lane, descriptors, state, link, vectors, clock, counted, checksums)
+            _move(kind, group, shared, lane, descriptors, state, link, vectors, clock, counted, checksums, in_call)
         _count(kind, group, descriptors, state, link, counted)
         if kind == READ:
             exchange(shared, lane + LAST_READ, monotonic_ns(clock))
