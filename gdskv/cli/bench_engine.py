@@ -38,7 +38,9 @@ def engine(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Directory for the disk tiers; a temporary one.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2 * BLOCK, help="Tokens of a prompt.")] = 2000,
+    tokens: Annotated[
+        int, typer.Option(min=2 * BLOCK, help="Tokens of a prompt: whole blocks of 32, and a half.")
+    ] = 2000,
     rounds: Annotated[int, typer.Option(min=1, help="Prompts measured, after one that warms up.")] = 5,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -81,8 +83,14 @@ def engine(
     for place in PLACES[1:]:
         value = times["gdskv"][place]
         results.append(benchlib.Result.of(f"first token {place} beside cold", value, "ms", cold, "computed anew"))
-    facts = {"tokens": tokens, "bytes": tokens // BLOCK * BLOCK_BYTES, "layers": LAYERS, "rounds": rounds}
+    facts = {"tokens": _length(tokens), "bytes": tokens // BLOCK * BLOCK_BYTES, "layers": LAYERS, "rounds": rounds}
+    facts["cached_tokens"] = rows["gdskv"].cached["disk"]
     benchlib.show("engine", results, json=json, **facts)
+
+
+def _length(tokens: int) -> int:
+    """Tokens of a prompt: it ends within a block, as of whole blocks either side counts the last one otherwise."""
+    return tokens // BLOCK * BLOCK + BLOCK // 2
 
 
 def _make_model(folder: Path) -> None:
@@ -179,7 +187,6 @@ def _measure(side: str, model: str, directory: str, tokens: int, rounds: int) ->
     from vllm import LLM, SamplingParams
 
     blocks = tokens // BLOCK
-    length = blocks * BLOCK + BLOCK // 2  # a prompt that ends with a block is counted otherwise by either side
     host, disk = (blocks + blocks // 4) * BLOCK_BYTES, 4 * (rounds + 1) * blocks * BLOCK_BYTES
     tiers: dict[str, Any] = {"disk_bytes": disk, "directories": [directory], "host_bytes": host, "min_free": 0}
     transfer: dict[str, Any] = {
@@ -211,7 +218,7 @@ def _measure(side: str, model: str, directory: str, tokens: int, rounds: int) ->
     core = llm.llm_engine.engine_core.engine_core
 
     def ask(document: int) -> tuple[float, int]:
-        prompt = [(i * 7 + document * 131 + (i * i) % 97) % 4000 + 1 for i in range(length)]
+        prompt = [(i * 7 + document * 131 + (i * i) % 97) % 4000 + 1 for i in range(_length(tokens))]
         start = time.perf_counter()
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], one, use_tqdm=False)
         return (time.perf_counter() - start) * 1e3, answer.num_cached_tokens
