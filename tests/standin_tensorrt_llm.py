@@ -175,8 +175,13 @@ class Executor:
             r.told = [len(r.tokens), len(r.blocks)]
         self.worker.bind_connector_meta(self.lead(lambda s: s.build_connector_meta(output)))
         self.worker.start_load_kv(None)
+        for layer in range(LAYERS):  # the waits stand before and after each layer of a forward pass
+            self.worker.wait_for_layer_load(layer, None)
+            for r in running:
+                self._compute(r, layer)
+            self.worker.save_kv_layer(layer, None)
         for r in running:
-            self._compute(r)
+            r.position = min(r.position + self.chunk, len(r.tokens))
         self.worker.wait_for_save(None)
         for r in running:
             if r.position == len(r.tokens):
@@ -202,13 +207,15 @@ class Executor:
                 else:
                     request.state = "running"
 
-    def _compute(self, r: Request) -> None:
-        for i in range(r.loaded // TOKENS):  # what was promised must be there before anything attends to it
-            want = payload(r.tokens[: (i + 1) * TOKENS], self.rank, r.cache_salt)
-            assert torch.equal(self.pool[r.blocks[i]], want), f"wrong bytes in block {i} of request {r.request_id}"
-        r.position = min(r.position + self.chunk, len(r.tokens))
-        for i in range(r.loaded // TOKENS, r.position // TOKENS):
-            self.pool[r.blocks[i]] = payload(r.tokens[: (i + 1) * TOKENS], self.rank, r.cache_salt)
+    def _compute(self, r: Request, layer: int) -> None:
+        for i in range(r.loaded // TOKENS):  # what was promised must be there once the layer was waited for
+            want = payload(r.tokens[: (i + 1) * TOKENS], self.rank, r.cache_salt)[layer]
+            assert torch.equal(self.pool[r.blocks[i], layer], want), (
+                f"wrong bytes in layer {layer} of block {i} of request {r.request_id}"
+            )
+        end = min(r.position + self.chunk, len(r.tokens))
+        for i in range(r.loaded // TOKENS, end // TOKENS):
+            self.pool[r.blocks[i], layer] = payload(r.tokens[: (i + 1) * TOKENS], self.rank, r.cache_salt)[layer]
 
     def finish(self, r: Request) -> None:
         self.active.remove(r)

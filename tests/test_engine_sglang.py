@@ -193,6 +193,94 @@ def test_retention_is_the_same_for_all_pages(make: Make) -> None:
         make(retention={"priority": 200})
 
 
+# ---- pages that are the same on every rank
+
+
+def rank(n: int, **names: Any) -> StandInConfig:
+    return StandInConfig(is_mla_model=True, tp_size=3, tp_rank=n, **names)
+
+
+def test_rank_0_keeps_the_pages_of_all_and_the_others_read_them(make: Make, tmp_path: Path) -> None:
+    second = make(config=rank(1))
+    assert second.batch_exists(hashes(1, 6)) == 0  # rank 0 is not there yet
+    first, third = make(config=rank(0)), make(config=rank(2))
+    want = fill(first, 5)
+    assert all(first.batch_set_v1(hashes(1, 6), indices(first, 6)))
+    for reader in (second, third):
+        assert reader.batch_exists(hashes(1, 9)) == 6
+        assert reader.batch_get_v1(hashes(1, 8), indices(reader, 8)) == [True] * 6 + [False] * 2
+        assert torch.equal(reader.mem_pool_host.kv_buffer[:, :6], want[:, :6])
+        assert reader.batch_set_v1(hashes(2, 1), indices(reader, 1)) == [False]
+        reader.clear()
+    assert (second.stats()["rank0_unanswered"], third.stats()["rank0_unanswered"]) == (1, 0)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["rank0"]
+    assert sum(slab.stat().st_blocks for slab in tmp_path.rglob("*.slab")) * 512 > 3 << 20  # all of disk_bytes
+    first.clear()
+    assert second.batch_exists(hashes(1, 6)) == 0
+    first.close()
+    assert not any(second.batch_get_v1(hashes(1, 6), indices(second, 6)))
+    again = make(config=rank(0))
+    assert all(again.batch_set_v1(hashes(3, 6), indices(again, 6)))
+    assert sum(second.batch_get_v1(hashes(3, 6), indices(second, 6))) == 6
+
+
+@pytest.mark.parametrize("host_bytes", ["1MiB", 0])
+def test_more_pages_than_a_reader_maps_come_in_parts(
+    make: Make, monkeypatch: pytest.MonkeyPatch, host_bytes: Any
+) -> None:
+    monkeypatch.setattr("gdskv.engines.sglang_shared.WINDOW", 5 * 8192)
+    first, second = (make(config=rank(n), host_bytes=host_bytes) for n in (0, 1))
+    want = fill(first, 6)
+    assert all(first.batch_set_v1(hashes(1, 60), indices(first, 60)))
+    got: list[list[bool]] = []
+    # three threads of SGLang at once, to three parts of the pool
+    places = [indices(second, 60)[part * 80 : part * 80 + 80] for part in range(3)]
+
+    def read(part: int) -> None:
+        got.append(second.batch_get_v1(hashes(1, 60)[part * 20 : part * 20 + 20], places[part]))
+
+    threads = [threading.Thread(target=read, args=(part,)) for part in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert got == [[True] * 20] * 3 and torch.equal(second.mem_pool_host.kv_buffer[:, :60], want[:, :60])
+
+
+def test_a_rank_with_other_pages_finds_nothing(make: Make) -> None:
+    first, second = make(config=rank(0)), make(config=rank(1, model_name="other"))
+    fill(first, 7)
+    assert all(first.batch_set_v1(hashes(1, 4), indices(first, 4)))
+    assert not any(second.batch_get_v1(hashes(1, 4), indices(second, 4)))
+    assert second.stats()["rank0_unanswered"] == 1
+
+
+def test_a_reader_gives_up_on_a_rank_0_whose_disk_hangs_and_takes_no_late_bytes(make: Make) -> None:
+    stuck: list[StuckEngine] = []
+
+    def wrap(engine: Any) -> StuckEngine:
+        stuck.append(StuckEngine(engine, stuck=False))
+        return stuck[-1]
+
+    first = make(config=rank(0), io=wrap, host_bytes=0, io_timeout=30)
+    second = make(config=rank(1), io_timeout=0.1)
+    assert all(first.batch_set_v1(hashes(1, 4), indices(first, 4)))
+    stuck[0].stuck = True
+    second.mem_pool_host.kv_buffer.fill_(7)
+    assert not any(second.batch_get_v1(hashes(1, 4), indices(second, 4)))
+    stuck[0].release()
+    stuck[0].stuck = False
+    assert (second.mem_pool_host.kv_buffer == 7).all()
+    assert all(second.batch_get_v1(hashes(1, 4), indices(second, 4)))
+    assert second.stats()["rank0_unanswered"] == 1
+
+
+def test_a_second_rank_0_in_one_place_is_refused(make: Make) -> None:
+    make(config=rank(0), disk_bytes=0, directories=[])
+    with pytest.raises(gdskv.ConfigError, match="one server"):
+        make(config=rank(0), disk_bytes=0, directories=[])
+
+
 # ---- what is refused
 
 
@@ -206,7 +294,7 @@ def test_refusals_say_what_to_set(make: Make, tmp_path: Path) -> None:
     mixed = StandInHostPool(4)
     mixed.sizes = [4096, 2048]
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("enable-dp-attention", {"config": StandInConfig(is_mla_model=True, tp_size=2)}),
+        ("SGLang 0.5.23", {"config": StandInConfig(is_mla_model=True, tp_size=2), "replicas": 2}),
         ("tp_lcm_size", {"config": StandInConfig(should_split_heads=True, tp_lcm_size=4)}),
         ("--dcp-size", {"config": more(dcp_size=2)}),
         ("replicas=1", {"config": more(dp_rank=1)}),
@@ -229,6 +317,20 @@ def test_refusals_say_what_to_set(make: Make, tmp_path: Path) -> None:
 def test_adapters_are_refused_where_page_hashes_do_not_know_them() -> None:
     with pytest.raises(gdskv.ConfigError, match="LoRA"):
         sglang_settings.refuse(StandInConfig(), SimpleNamespace(enable_lora=True))
+
+
+def test_ranks_on_several_nodes_are_refused_where_they_share_pages() -> None:
+    def refused(nodes: int, total: int, tp: int, stages: int = 1) -> bool:
+        args = SimpleNamespace(nnodes=nodes, tp_size=total, pp_size=stages)
+        try:
+            sglang_settings.refuse(StandInConfig(is_mla_model=True, tp_size=tp), args)
+        except gdskv.ConfigError as error:
+            assert "--dp-size" in str(error)
+            return True
+        return False
+
+    assert refused(2, 16, 16) and refused(4, 8, 8, stages=2)
+    assert not refused(1, 8, 8) and not refused(2, 16, 8) and not refused(2, 8, 8, stages=2)
 
 
 def test_replicas_take_the_next_free_folder_and_one_more_is_refused(make: Make, tmp_path: Path) -> None:

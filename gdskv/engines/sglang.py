@@ -24,6 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from gdskv.engines import sglang_settings
 from gdskv.engines.sglang_pages import Addresses, PageStore
+from gdskv.engines.sglang_shared import PageReader, PageServer
 from gdskv.errors import ConfigError, GdskvError
 from gdskv.store import Wrap
 
@@ -33,7 +34,8 @@ log = logging.getLogger(__name__)
 
 
 class GdskvStorage(HiCacheStorage):
-    """The backend of one rank. SGLang's threads call it at once.
+    """The backend of one rank. SGLang's threads call it at once. Of an MLA model rank 0 has the tiers, and the other
+    ranks of its node read from it.
 
     A page is served with all its bytes, those that were stored under its hash, or it is a miss; so is everything
     before a host pool is registered and after `close`.
@@ -61,7 +63,8 @@ class GdskvStorage(HiCacheStorage):
         self._retention = sglang_settings.retention(storage_config)
         extra = getattr(storage_config, "extra_config", None) or {}
         self._zero_copy = bool(extra.get("interface_v1", 0))
-        self._pages: PageStore | None = None
+        self._pages: PageStore | PageReader | None = None
+        self._server: PageServer | None = None
         self._chains = threading.local()
         self.errors = 0
         """Calls that ended with an error, and were a miss."""
@@ -77,13 +80,23 @@ class GdskvStorage(HiCacheStorage):
         if self._pages is not None:
             raise ConfigError("a host pool is registered already. Detach the backend before you attach it again.")
         self._shape = shape = sglang_settings.geometry(mem_pool_host, self._zero_copy)
-        self._pages = PageStore(
+        if not sglang_settings.keeps_pages(self._config):
+            self._pages = sglang_settings.open_reader(self._config, shape, self._server_args)
+            return
+        pages = PageStore(
             lambda: sglang_settings.open_store(
                 self._config, shape, self._server_args, type(self).io, now=time.monotonic()
             ),
             shape.pieces,
             self._retention,
         )
+        if sglang_settings.shared(self._config):
+            try:
+                self._server = sglang_settings.open_server(self._config, shape, self._server_args, pages)
+            except ConfigError:
+                pages.close(0.0)
+                raise
+        self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Refuse: models with several kinds of KV.
@@ -155,6 +168,8 @@ class GdskvStorage(HiCacheStorage):
     def close(self) -> None:
         if self._pages is not None and not self._pages.close():
             log.warning("a device held on to transfers when the cache was closed: what they carried is not kept")
+        if self._server is not None:
+            self._server.close()
 
     def get_stats(self) -> Any:
         """What SGLang shows of a backend: nothing but its own counts. gdskv's own are in `stats`."""
@@ -174,7 +189,7 @@ class GdskvStorage(HiCacheStorage):
                 f'interface, in which pages are other bytes. Set "interface_v1": {int(zero_copy)}.'
             )
 
-    def _answer(self, otherwise: Any, ask: Callable[[PageStore], Any]) -> Any:
+    def _answer(self, otherwise: Any, ask: Callable[[PageStore | PageReader], Any]) -> Any:
         """SGLang's threads end for good when a call raises: what goes wrong here is a miss, counted and told."""
         if self._pages is None:
             return otherwise

@@ -58,6 +58,8 @@ class PageStore:
         self._done: dict[int, Done] = {}
         self._opened = 0
         """Counts openings: a ticket of an earlier one is not waited for."""
+        self.adrift = False
+        """A close or clear gave up waiting for a device, which may still write to a caller's memory."""
         self._work = threading.Event()
         self._store: KVStore | None = open_store()
         host = self._store.sizing.host_blocks
@@ -150,6 +152,7 @@ class PageStore:
             if self._store is None:
                 return True
             drained = self._store.close(self._store.config.io_timeout, forget=True)
+            self.adrift |= not drained
             self._store = self._open_store() if drained else None
             self._opened += 1
             self._done.clear()
@@ -165,6 +168,7 @@ class PageStore:
         with self._lock:
             store, self._store = self._store, None
             closed = store.close(timeout) if store is not None else True
+            self.adrift |= not closed
         self._work.set()
         if threading.current_thread() is not self._pumping:
             self._pumping.join(timeout)

@@ -6,19 +6,34 @@ Reads attributes of SGLang's objects only, so it can be imported and tested with
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gdskv.config import CacheConfig
-from gdskv.engines.common import files_digest, retention_of
+from gdskv.engines.common import digest, files_digest, retention_of
+from gdskv.engines.sglang_pages import PageStore
+from gdskv.engines.sglang_shared import PageReader, PageServer
 from gdskv.errors import ConfigError, DirectoryBusy
 from gdskv.layout import ALIGNMENT, KVLayout, Namespace
 from gdskv.retention import Retention
 from gdskv.store import KVStore, Wrap
 
-__all__ = ["Geometry", "geometry", "namespace", "open_store", "refuse", "retention", "settings"]
+__all__ = [
+    "Geometry",
+    "geometry",
+    "keeps_pages",
+    "namespace",
+    "open_reader",
+    "open_server",
+    "open_store",
+    "refuse",
+    "retention",
+    "settings",
+    "shared",
+]
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +71,8 @@ def refuse(config: Any, server_args: Any) -> None:
     ConfigError
         One line: what is set, why it cannot be, what to set instead.
     """
-    tp = int(getattr(config, "tp_size", 1))
-    if getattr(config, "is_mla_model", False) and tp > 1:
-        raise ConfigError(
-            f"the model has latent attention (MLA) and tp_size={tp}: SGLang lets rank 0 alone write, and a directory "
-            "of gdskv belongs to one process, so the other ranks would find nothing. Use --enable-dp-attention with as "
-            f'many --dp-size as --tp-size and "replicas": {tp}.'
-        )
+    if shared(config):
+        _refuse_shared(config, server_args)
     if int(getattr(config, "dcp_size", 1) or 1) > 1:
         raise ConfigError(
             f"dcp_size={config.dcp_size} cuts pages between ranks of which one writes; a directory of gdskv belongs to "
@@ -77,6 +87,32 @@ def refuse(config: Any, server_args: Any) -> None:
         raise ConfigError(
             "LoRA adapters are on, and this SGLang leaves the adapter out of its page hashes, so pages of two adapters "
             "would be mixed up. Use SGLang 0.5.20 or later."
+        )
+
+
+def shared(config: Any) -> bool:
+    """Are pages the same on several ranks, of which rank 0 writes (MLA)?"""
+    return bool(getattr(config, "is_mla_model", False)) and int(getattr(config, "tp_size", 1) or 1) > 1
+
+
+def keeps_pages(config: Any) -> bool:
+    """Does this rank have tiers of its own? Else it reads those of its rank 0."""
+    return not shared(config) or int(getattr(config, "tp_rank", 0) or 0) == 0
+
+
+def _refuse_shared(config: Any, server_args: Any) -> None:
+    tp = int(config.tp_size)
+    nodes, total, stages = (int(getattr(server_args, n, 1) or 1) for n in ("nnodes", "tp_size", "pp_size"))
+    if nodes > 1 and (here := total * stages // nodes) % tp:
+        raise ConfigError(
+            f"the model has latent attention (MLA), and {tp} ranks with the same pages are on nodes of {here} ranks. "
+            "Rank 0 writes them and serves the ranks of its own node: the others would find nothing, and so would all. "
+            f"Use --enable-dp-attention with a --dp-size that leaves {here} ranks or fewer to each replica."
+        )
+    if int(settings(config).get("replicas", 1)) > 1 and getattr(config, "dp_rank", None) is None:
+        raise ConfigError(
+            f"the model has latent attention (MLA), tp_size={tp}, and there are several replicas, which this SGLang "
+            "does not tell apart, so a rank cannot find its rank 0. Use SGLang 0.5.23 or later."
         )
 
 
@@ -132,9 +168,11 @@ def pieces_of(pool: Any, indices: Any) -> tuple[NDArray[np.uint64], NDArray[np.i
 
 
 def rank_of(config: Any) -> tuple[int, tuple[int, int, int]]:
-    """This process among all, and the sizes of tensor, pipeline and context parallelism."""
+    """The process among all that keeps this one's pages, and the sizes of tensor, pipeline and context parallelism."""
     tp, pp, cp = (max(1, int(getattr(config, f"{name}_size", 1) or 1)) for name in ("tp", "pp", "attn_cp"))
     at = [int(getattr(config, f"{name}_rank", 0) or 0) for name in ("tp", "pp", "attn_cp")]
+    if shared(config):
+        at[0] = 0
     return (at[1] * tp + at[0]) * cp + at[2], (tp, pp, cp)
 
 
@@ -186,6 +224,46 @@ def retention(config: Any) -> Retention | None:
     return retention_of({"gdskv": settings(config).get("retention")})
 
 
+def _whole(config: Any) -> tuple[CacheConfig, int]:
+    """Settings for the server, and its replicas."""
+    given = settings(config)
+    toml, replicas = given.get("config"), int(given.get("replicas", 1))
+    given = {name: value for name, value in given.items() if name not in _OURS}
+    return CacheConfig.from_toml(toml, **given) if toml is not None else CacheConfig(**given), replicas
+
+
+def open_server(config: Any, shape: Geometry, server_args: Any, pages: PageStore) -> PageServer:
+    """Rank 0's side of `open_reader`.
+
+    Raises
+    ------
+    ConfigError
+    """
+    return PageServer(pages, *_meeting(config, shape, server_args))
+
+
+def open_reader(config: Any, shape: Geometry, server_args: Any) -> PageReader:
+    """What a rank that keeps no pages reads those of its rank 0 through.
+
+    Raises
+    ------
+    ConfigError
+        As `CacheConfig`.
+    """
+    timeout = 2 * _whole(config)[0].io_timeout  # rank 0 waits for a device as long as that and gives up
+    meeting = _meeting(config, shape, server_args)
+    return PageReader(*meeting, shape.pieces, shape.layout.block_bytes, timeout)
+
+
+def _meeting(config: Any, shape: Geometry, server_args: Any) -> tuple[str, bytes, int]:
+    """Name of the socket in Linux's abstract namespace, the pages' namespace, and the bytes between their pieces."""
+    rank = rank_of(config)[0]
+    places = [str(path.absolute()) for path in _whole(config)[0].places(rank)]
+    names = [os.getuid(), places, rank, getattr(config, "dp_rank", None), getattr(server_args, "port", None)]
+    digest_ = namespace(config, shape, server_args).digest(shape.layout)
+    return f"\0gdskv-{digest(str(names))}", digest_, shape.layout.slot_bytes
+
+
 def open_store(config: Any, shape: Geometry, server_args: Any, io: Wrap | None = None, *, now: float = 0.0) -> KVStore:
     """This rank's share of the tiers, in a folder of its own in each directory.
 
@@ -195,10 +273,7 @@ def open_store(config: Any, shape: Geometry, server_args: Any, io: Wrap | None =
         As `CacheConfig`; or pages need host memory to pass through, and there is none.
     DirectoryError, DirectoryBusy
     """
-    given = settings(config)
-    toml, replicas = given.get("config"), int(given.get("replicas", 1))
-    given = {name: value for name, value in given.items() if name not in _OURS}
-    whole = CacheConfig.from_toml(toml, **given) if toml is not None else CacheConfig(**given)
+    whole, replicas = _whole(config)
     if whole.device_bytes:
         raise ConfigError(f"device_bytes={whole.device_bytes} is SGLang's own pool. Leave it out.")
     if not whole.host_bytes and not shape.aligned:
@@ -207,7 +282,7 @@ def open_store(config: Any, shape: Geometry, server_args: Any, io: Wrap | None =
             "of gdskv. Set host_bytes, 1GiB for a start."
         )
     rank, (tp, pp, cp) = rank_of(config)
-    parts = tp * pp * cp * replicas
+    parts = (1 if shared(config) else tp) * pp * cp * replicas
     for directory in whole.places(rank):
         if not directory.is_dir():
             raise ConfigError(f"{directory} is not a directory. Create it (mkdir -p {directory}), or name another.")

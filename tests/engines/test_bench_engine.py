@@ -20,8 +20,12 @@ def test_the_bench_measures_every_place_beside_vllms_own_tiers(tmp_path: Path) -
     figures = json.loads(done.stdout)
     results = {r["name"]: r for r in figures["results"]}
     assert [f"first token {place}" in results for place in ("cold", "gpu pool", "host", "disk")] == [True] * 4
-    assert all(r["value"] > 0 for r in results.values())
+    assert all(r["value"] > 0 and r["ratio"] > 0 for r in results.values())  # a reference in every row
     for place in ("host", "disk"):
         assert "double" in results[f"first token {place}"]["reference_name"]
         assert results[f"first token {place} beside cold"]["reference"] == results["first token cold"]["value"]
+    assert (figures["tokens"], figures["cached_tokens"]) == (
+        336,
+        320,
+    )  # the same on both sides, or it ends with an error
     assert figures["bytes"] == 10 << 20 and list(tmp_path.iterdir()) == []

@@ -47,10 +47,11 @@ def until(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.001)
 
 
-def _alone() -> dict[str, int]:
-    """One rank, in the names that this SGLang knows."""
+def _places(rank: int, ranks: int) -> dict[str, int]:
+    """A rank, in the names that this SGLang knows."""
     for groups in (("tp", "pp", "attn_dcp"), ("tp", "pp")):
         names = {f"{group}_{what}": int(what == "size") for group in groups for what in ("rank", "size")}
+        names |= {"tp_rank": rank, "tp_size": ranks}
         try:
             with get_parallel().override(**names):
                 return names
@@ -65,9 +66,11 @@ def tokens(document: int, n: int) -> list[int]:
 
 
 class Sglang:
-    """A rank: pools, the controller and gdskv below it."""
+    """A rank: pools, the controller and gdskv below it. Of several, `group` is their process group."""
 
-    def __init__(self, directory: Path, layout: str, zero_copy: bool, mla: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, layout: str, zero_copy: bool, mla: bool = False, group: Any = None, **settings: Any
+    ) -> None:
         size = PAGES * PAGE
         if mla:
             device: Any = MLATokenToKVPool(size, PAGE, torch.float32, 64, 16, LAYERS, "cpu", False)
@@ -97,12 +100,13 @@ class Sglang:
             "min_free": 0,
             **settings,
         }
-        with get_parallel().override(**_alone()):
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        with get_parallel().override(**_places(rank, ranks)):
             self.controller = HiCacheController(
                 _Allocator(device),
                 self.pool,
                 PAGE,
-                None,
+                group,
                 load_cache_event=None,
                 io_backend="direct",
                 storage_backend="dynamic",
