@@ -197,6 +197,7 @@ class KVStore:
             checksums=config.checksums and io != "null",
             directories=regions,
             stripe_width=config.stripe_width,
+            events=config.events,
             retained_limit=(
                 budget := int(config.retained_fraction * max(device_blocks, self.sizing.host_blocks, disk_blocks))
             ),
@@ -443,6 +444,20 @@ class KVStore:
         the caller's memory any more, with what did not arrive as failed."""
         if ticket.id in self._pending:
             self.io.cancel(self.table.cancel(ticket.id))
+
+    def events(self) -> NDArray[Any]:
+        """Blocks that have come to be served from a tier, and those that are so no more, since the last call, for
+        routers that send a request where its prefix is. Empty unless `CacheConfig.events` is set.
+
+        Ask as often or seldom as you like: what there is to tell takes no more than the tiers have blocks, and is
+        never lost. Blocks that came back from disk at the open are told of when they are first matched.
+
+        Returns
+        -------
+        ndarray
+            Fields ``k0`` and ``k1`` (the key), ``tier`` (0 device, 1 host, 2 disk) and ``stored`` (1, or 0: no more).
+        """
+        return self.table.events()
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges: the table's, and the I/O engine's bytes per path."""

@@ -44,6 +44,7 @@ COUNTERS = {
     "over_budget": "Blocks that found no room in the retention budget",
     "wrong_retention": "Requests whose retention could not be read",
     "not_cached": "Requests that are not cached (prompt embeddings, pooling)",
+    "unnamed_events": "Blocks whose KV event could not be published, as their hashes were not known any more",
     "sessions_lost": "Times that the ranks had to start over",
 }
 
