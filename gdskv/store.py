@@ -302,6 +302,12 @@ class KVStore:
             self._found[found.id] = found
         return found
 
+    def peek(self, keys: Keys, *, now: float) -> NDArray[np.int8]:
+        """Tier of each block of the longest run that can be served, as `match` would find it (1 host, 2 disk). Holds
+        nothing and counts as no use."""
+        self._begin_call(now)
+        return self.table.match(as_keys(keys))[1]
+
     def seconds(self, found: Found) -> float:
         """How long loading these blocks from disk is expected to take, by the loads so far; 0 while there was none.
         Where computing them again is quicker, leave them."""

@@ -175,6 +175,20 @@ def test_a_block_on_its_way_in_can_be_matched_and_loaded(bench: Bench) -> None:
     bench.settled()
 
 
+def test_a_peek_is_no_use_and_a_match_is_one(bench: Bench) -> None:
+    put(bench, 0, 2)
+    put(bench, 1, 2)
+    before = bench.stats
+    assert bench.kv.peek(chain(0, 3), now=0).tolist() == [1, 1]
+    assert bench.stats == before, "nothing is held or counted"
+    used = bench.store.table.arrays.e["last"].copy()
+    bench.kv.peek(chain(0, 2), now=0)
+    assert (bench.store.table.arrays.e["last"] == used).all()
+    bench.kv.release(bench.kv.match(chain(0, 2), now=0))
+    assert (bench.store.table.arrays.e["last"] > used).sum() == 2
+    bench.settled()
+
+
 def test_events_tell_who_heard_them_all_what_each_tier_serves(tmp_path: Path) -> None:
     heard: set[tuple[int, int, int]] = set()
 

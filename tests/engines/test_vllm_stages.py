@@ -1,7 +1,7 @@
 """Pipeline parallelism: the real connector with a worker per stage, each with layers of its own.
 
-vLLM 0.32 for CPUs cannot run two stages, with gdskv or without (its second stage is given no tensors), so what calls the
-connector here is a double of its scheduler and workers; messages between them are pickled, as vLLM does.
+vLLM 0.32 for CPUs cannot run two stages, with gdskv or without (its second stage is given no tensors), so what calls
+the connector here is a double of its scheduler and workers; messages between them are pickled, as vLLM does.
 """
 
 from __future__ import annotations
