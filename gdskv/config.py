@@ -132,6 +132,8 @@ class CacheConfig(BaseSettings):
         File to which requests are recorded, as a trace for ``gdskv replay``; none by default.
     record_bytes
         What it may take, older files of it included.
+    events
+        Whether `KVStore.events` is kept: which blocks have come to be served from a tier, and which are no more.
     retained_fraction
         Share of a tier that blocks with a live deadline may hold as such.
     tenant_fraction
@@ -189,6 +191,7 @@ class CacheConfig(BaseSettings):
     write_budget: Annotated[str | int, BeforeValidator(_budget)] = 0
     record: Path | None = None
     record_bytes: Size = 256 << 20
+    events: bool = False
     retained_fraction: Share = 0.5
     tenant_fraction: Share = 1.0
     on_expiry: Literal["demote", "forget"] = "demote"

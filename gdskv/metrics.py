@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdskv.errors import ConfigError
 from gdskv.manager import BlockManager
+from gdskv.meanings import COUNTERS, GAUGES
 
 if TYPE_CHECKING:
     from gdskv.io.modes import Mode
@@ -20,15 +21,6 @@ __all__ = ["Collector", "collect"]
 
 _TIERS = ("device", "host", "disk")
 _OF_TIER = {"blocks", "used", "free", "leased", "bad"}
-_GAUGES = {
-    "retained": "Blocks with a live deadline.",
-    "in_flight": "Transfers handed to the I/O engine.",
-    "deferred": "Transfers that wait for others.",
-    "writing": "Blocks being written to disk, or waiting to be.",
-    "directories_read_only": "Directories that take no blocks at present.",
-    "io_read_threads": "I/O threads that read.",
-    "io_write_threads": "I/O threads that write.",
-}
 _MOVED = re.compile(r"io_(read|write|copy)_(transfers|calls|bytes|errors|short)(?:_(.+))?")
 _SPLIT = re.compile(r"(matched|evicted)_(device|host|disk)")
 
@@ -90,15 +82,16 @@ def collect(stats: Mapping[str, int], modes: Mapping[str, Mode], labels: Mapping
         if head in _TIERS and tail in _OF_TIER:
             what = "capacity" if tail == "blocks" else tail
             add(GaugeMetricFamily, f"{what}_blocks", f"Blocks of a tier: {what}.", value, tier=head)
-        elif name in _GAUGES:
-            add(GaugeMetricFamily, name, _GAUGES[name], value)
+        elif name in GAUGES:
+            add(GaugeMetricFamily, name, f"{GAUGES[name]}.", value)
         elif split := _SPLIT.fullmatch(name):
             add(CounterMetricFamily, f"{split[1]}_blocks", f"Blocks {split[1]}, by tier.", value, tier=split[2])
         elif moved := _MOVED.fullmatch(name):
             text = f"{moved[2].capitalize()} of the I/O engine, by direction and path."
             add(CounterMetricFamily, f"io_{moved[2]}", text, value, op=moved[1], path=moved[3] or "memory")
         else:
-            add(CounterMetricFamily, name, name.replace("_", " ").capitalize() + ", in all.", value)
+            text = COUNTERS.get(name, name.replace("_", " ").capitalize() + ", in all")
+            add(CounterMetricFamily, name, f"{text}.", value)
     for path, mode in modes.items():
         text = "How a directory's bytes move, and why."
         add(GaugeMetricFamily, "directory_info", text, 1, directory=path, mode=mode.name, why=mode.why)

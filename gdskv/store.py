@@ -198,6 +198,7 @@ class KVStore:
             checksums=config.checksums and io != "null",
             directories=regions,
             stripe_width=config.stripe_width,
+            events=config.events,
             retained_limit=(
                 budget := int(config.retained_fraction * max(device_blocks, self.sizing.host_blocks, disk_blocks))
             ),
@@ -302,6 +303,12 @@ class KVStore:
         if found.length:
             self._found[found.id] = found
         return found
+
+    def peek(self, keys: Keys, *, now: float) -> NDArray[np.int8]:
+        """Tier of each block of the longest run that can be served, as `match` would find it (1 host, 2 disk). Holds
+        nothing and counts as no use."""
+        self._begin_call(now)
+        return self.table.match(as_keys(keys))[1]
 
     def seconds(self, found: Found) -> float:
         """How long loading these blocks from disk is expected to take, by the loads so far; 0 while there was none.
@@ -450,6 +457,20 @@ class KVStore:
         the caller's memory any more, with what did not arrive as failed."""
         if ticket.id in self._pending:
             self.io.cancel(self.table.cancel(ticket.id))
+
+    def events(self) -> NDArray[Any]:
+        """Blocks that have come to be served from a tier, and those that are so no more, since the last call, for
+        routers that send a request where its prefix is. Empty unless `CacheConfig.events` is set.
+
+        Ask as often or seldom as you like: what there is to tell takes no more than the tiers have blocks, and is
+        never lost. Blocks that came back from disk at the open are told of when they are first matched.
+
+        Returns
+        -------
+        ndarray
+            Fields ``k0`` and ``k1`` (the key), ``tier`` (0 device, 1 host, 2 disk) and ``stored`` (1, or 0: no more).
+        """
+        return self.table.events()
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges: the table's, and the I/O engine's bytes per path."""

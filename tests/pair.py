@@ -13,7 +13,7 @@ from twin import DEVICE, DISK, HOST, Begun, Slot, Transfer, Twin
 
 from gdskv.io.base import RESULT
 from gdskv.table import COUNTERS, BlockTable, Rejection
-from gdskv.table.state import HBASE, NENTS, NHEAP, NRETAINED
+from gdskv.table.state import HBASE, NENTS, NHEAP, NRETAINED, READY
 
 LENGTH = 4096
 LENGTHS = np.full(10, LENGTH, np.int64)
@@ -63,8 +63,10 @@ class Pair:
             host_clean=(clean + 0.5) / host if host else 0.0,
             orphan_grace=float(grace),
             retry_after=float(retry),
+            events=True,
             **settings,
         )
+        self.told: set[tuple[int, int]] = set()  # key and tier, by the events
         self.twin = Twin(
             device, host, disk, clean_window=min(clean, host), grace_ns=grace * NS, retry_ns=retry * NS, **settings
         )
@@ -298,6 +300,8 @@ class Pair:
         assert (self.table.launched, self.table.deferred) == (len(twin.launched), len(twin.deferred))
         if self.calls % 4 == 0:
             self.agree_on_order()
+        if self.calls % 3 == 0:
+            self.agree_on_events()
 
     def agree_on_order(self) -> None:
         """Who leaves next, in each tier, and what is retained for whom."""
@@ -318,16 +322,30 @@ class Pair:
         charged = [b.retained_for for b in twin.blocks.values() if b.retained_for is not None]
         assert int(a.m[NRETAINED]) == len(charged) and int(a.ten[1]) == charged.count(1)
 
+    def agree_on_events(self) -> None:
+        """Who heard all events knows what is served from where; nothing is told twice."""
+        for event in self.table.events():
+            about = (int(event["k0"]), int(event["tier"]))
+            assert (about in self.told) != bool(event["stored"]), "told twice"
+            self.told ^= {about}
+        rows = self.entries()
+        states = zip(rows["k0"].tolist(), rows["state"].tolist(), strict=True)
+        assert self.told == {(key, tier) for key, three in states for tier, s in enumerate(three) if s == READY}
+
     def where(self) -> dict[int, dict[int, int]]:
         """Slot number per key and tier, as the table has it."""
-        a = self.table.arrays
-        used = np.ones(len(a.e), bool)
-        used[a.estack[: a.m[NENTS]]] = False
-        rows = a.e[used]
+        rows = self.entries()
         return {
             k: {t: g for t, g in enumerate(slots) if g >= 0}
             for k, slots in zip(rows["k0"].tolist(), rows["slot"].tolist(), strict=True)
         }
+
+    def entries(self) -> np.ndarray:
+        """The table's entries that are in use."""
+        a = self.table.arrays
+        used = np.ones(len(a.e), bool)
+        used[a.estack[: a.m[NENTS]]] = False
+        return a.e[used]
 
 
 def number(slot: Slot | None) -> int:

@@ -10,6 +10,7 @@ import pytest
 from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config
 
 import gdskv
+from gdskv import meanings
 from gdskv.metrics import Collector, collect
 
 
@@ -56,6 +57,13 @@ def test_a_page_reads_as_prometheus_wants_it(engine: Engine, tmp_path: Path) -> 
         stats["committed"] >= 24 and stats["io_copy_bytes"] >= BLOCK and stats[f"io_write_bytes_posix_{path}"] >= BLOCK
     )
     assert f'gdskv_directory_info{{directory="{tmp_path}",mode="posix",why=' in page
+
+
+def test_what_is_described_is_counted_and_shown_with_its_words(engine: Engine) -> None:
+    assert set(meanings.COUNTERS) | set(meanings.GAUGES) <= set(engine.kv.stats())
+    page = prometheus_client.generate_latest(registry(Collector(engine.kv))).decode().splitlines()
+    assert f"# HELP gdskv_bad_payloads_total {meanings.COUNTERS['bad_payloads']}." in page
+    assert f"# HELP gdskv_retained {meanings.GAUGES['retained']}." in page
 
 
 def test_several_are_told_apart_by_labels(engine: Engine, tmp_path: Path) -> None:

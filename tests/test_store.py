@@ -175,6 +175,61 @@ def test_a_block_on_its_way_in_can_be_matched_and_loaded(bench: Bench) -> None:
     bench.settled()
 
 
+def test_a_peek_is_no_use_and_a_match_is_one(bench: Bench) -> None:
+    put(bench, 0, 2)
+    put(bench, 1, 2)
+    before = bench.stats
+    assert bench.kv.peek(chain(0, 3), now=0).tolist() == [1, 1]
+    assert bench.stats == before, "nothing is held or counted"
+    used = bench.store.table.arrays.e["last"].copy()
+    bench.kv.peek(chain(0, 2), now=0)
+    assert (bench.store.table.arrays.e["last"] == used).all()
+    bench.kv.release(bench.kv.match(chain(0, 2), now=0))
+    assert (bench.store.table.arrays.e["last"] > used).sum() == 2
+    bench.settled()
+
+
+def test_events_tell_who_heard_them_all_what_each_tier_serves(tmp_path: Path) -> None:
+    heard: set[tuple[int, int, int]] = set()
+
+    def hear(b: Bench) -> int:
+        events = b.kv.events()
+        for k0, k1, tier, stored in events.tolist():
+            (heard.add if stored else heard.remove)((k0, k1, tier))
+        return len(events)
+
+    def served(doc: int, n: int) -> list[str]:
+        return ["".join(str(tier) for tier in (1, 2) if (*key, tier) in heard) for key in chain(doc, n).tolist()]
+
+    with Bench(tmp_path, store=True, host=8, disk=32, events=True) as b:
+        ticket = b.kv.store(chain(0, 3), source=fill(aligned(3), chain(0, 3)), now=0)
+        assert hear(b) == 0, "not before all of a block has landed"
+        assert b.finished().ticket == ticket and hear(b) == 3 and served(0, 3) == ["1"] * 3
+        assert hear(b) == 0, "nothing is told twice"
+        to_disk(b, 0, 3)  # with nobody asking meanwhile
+        hear(b)
+        assert served(0, 3) == ["2"] * 3
+        used = {tier: sum(about[2] == tier for about in heard) for tier in (1, 2)}
+        assert used == {1: b.stats["host_used"], 2: b.stats["disk_used"]}
+        b.kv.close()
+    heard.clear()
+    with Bench(tmp_path, store=True, host=8, disk=32, events=True) as b:
+        assert hear(b) == 0, "what came back is told of when it is asked for"
+        b.kv.release(b.kv.match(chain(0, 2), now=0))
+        assert hear(b) == 2 and served(0, 3) == ["2", "2", ""]
+        for doc in range(2000, 2020):
+            put(b, doc, 4)
+        b.drain()
+        hear(b)
+        assert served(0, 3) == [""] * 3
+        b.settled()
+
+
+def test_without_a_listener_no_event_is_kept(bench: Bench) -> None:
+    put(bench, 0, 3)
+    assert len(bench.kv.events()) == 0 and len(bench.store.table.arrays.tq) == 1
+
+
 def test_prefetch_brings_a_bounded_number_to_host(bench: Bench) -> None:
     to_disk(bench, 0, 4)
     assert bench.kv.prefetch(chain(0, 4), now=0) == 2, "at most a quarter of the host tier"

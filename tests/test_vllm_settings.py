@@ -68,9 +68,13 @@ ONE = groups(FullAttentionSpec())
 
 
 def test_a_plain_model_is_taken() -> None:
-    refuse(made(), ONE)
-    uniform = SimpleNamespace(block_size=32, kv_cache_specs={"a": FullAttentionSpec(), "b": FullAttentionSpec()})
-    refuse(made(), groups(uniform))
+    assert refuse(made(), ONE) is None
+    kinds = {"a": FullAttentionSpec(), "b": FullAttentionSpec()}
+    uniform = groups(SimpleNamespace(block_size=32, kv_cache_specs=kinds))
+    assert refuse(made(), uniform) is None
+    kinds["b"] = SlidingWindowSpec()
+    with pytest.raises(gdskv.ConfigError, match="of kind SlidingWindowSpec"):
+        refuse(made(), uniform)
 
 
 @pytest.mark.parametrize(

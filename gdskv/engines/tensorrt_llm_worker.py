@@ -5,12 +5,12 @@ Runs in each process. Must not decide anything.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from gdskv.engines import tensorrt_llm_settings as settings
 from gdskv.engines.tensorrt_llm_leader import Step
+from gdskv.engines.tickets import Forward, Tickets
 from gdskv.errors import ConfigError, GdskvError
 from gdskv.layout import KVLayout
 from gdskv.ranks import EngineMemory, Landed, Report, Worker
@@ -59,11 +59,8 @@ class WorkerSide:
     def __init__(self, args: Any, rank: int, wrap: Wrap | None = None) -> None:
         self._args, self.rank, self._wrap = args, rank, wrap
         self._worker: Worker | None = None
-        self._cuda: Any = None
-        self._events: deque[tuple[Any, int]] = deque()  # end of a forward pass; orders taken in by then
-        self._loads: dict[int, tuple[int, set[int]]] = {}  # ticket: request, blocks on their way
-        self._saves: dict[int, tuple[int, int]] = {}  # ticket: request, copies under way
-        self._saving: dict[int, int] = {}  # copies under way of a request
+        self._forward = Forward()
+        self._tickets: Tickets[int] = Tickets()
         self._held: set[int] = set()
         self._parked: set[int] = set()
         self._received: set[int] = set()
@@ -77,7 +74,7 @@ class WorkerSide:
         if device.startswith("cuda"):
             import torch
 
-            self._cuda = torch.cuda
+            self._forward = Forward(torch.cuda)
         layout = KVLayout.raw(memory.block_bytes)
         self._worker = Worker(config, layout, space, memory, rank=self.rank, wrap=self._wrap)
 
@@ -92,12 +89,12 @@ class WorkerSide:
         accepted = self.worker.receive(step.orders)
         for ticket, request in step.cancelled.items():
             self._broken.discard(request)
-            if ticket in self._loads or ticket in step.loads:
+            if self._tickets.loading(ticket) or ticket in step.loads:
                 self._unwanted.add(ticket)
         for ticket, (request, blocks) in step.loads.items():
             self._received.discard(request)  # of an earlier load of it, that nobody asked for
             if accepted and ticket >= 0:
-                self._loads[ticket] = (request, set(blocks))
+                self._tickets.load(ticket, request, list(blocks))
             else:
                 self._received.add(request)
                 if ticket in self._unwanted:
@@ -106,18 +103,12 @@ class WorkerSide:
                     self._broken.add(request)
         if accepted:
             for ticket, (request, count) in step.saves.items():
-                self._saves[ticket] = (request, count)
-                self._saving[request] = self._saving.get(request, 0) + count
+                self._tickets.save(ticket, request, count)
         self.advance()
 
     def computed(self, stream: Any) -> None:
         """The forward pass has been started; blocks may be copied out once it is through."""
-        if self._cuda is None:
-            self.worker.sources_ready()
-        else:
-            event = self._cuda.Event()
-            event.record(stream)
-            self._events.append((event, self.worker.serial))
+        self._forward.started(self.worker, stream)
         self.advance()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
@@ -131,7 +122,7 @@ class WorkerSide:
         self._held |= set(saving)
         self._parked |= set(loading)
         self.advance()
-        saved = {request for request in self._held if not self._saving.get(request)}
+        saved = {request for request in self._held if not self._tickets.saving(request)}
         loaded = self._parked & self._received
         if loaded & self._broken:
             raise GdskvError(
@@ -154,28 +145,14 @@ class WorkerSide:
 
     def advance(self) -> None:
         """Move on what may move."""
-        while self._events and self._events[0][0].query():
-            self.worker.sources_ready_up_to(self._events.popleft()[1])
+        self._forward.look(self.worker)
         self._take(self.worker.advance())
 
     def _take(self, landed: list[Landed]) -> None:
-        for ticket, block, ok in landed:
-            if ticket in self._loads:
-                request, blocks = self._loads[ticket]
-                blocks.discard(block)
-                if not ok and ticket not in self._unwanted:
-                    self._broken.add(request)
-                if not blocks:
-                    del self._loads[ticket]
-                    self._unwanted.discard(ticket)
-                    if all(other != request for other, _ in self._loads.values()):
-                        self._received.add(request)
-            elif ticket in self._saves:
-                request, left = self._saves[ticket]
-                self._saving[request] -= 1
-                if not self._saving[request]:
-                    del self._saving[request]
-                if left == 1:
-                    del self._saves[ticket]
-                else:
-                    self._saves[ticket] = (request, left - 1)
+        for came in self._tickets.take(landed):
+            if not came.ok and came.ticket not in self._unwanted:
+                self._broken.add(came.request)
+            if came.last:
+                self._unwanted.discard(came.ticket)
+                if not self._tickets.loads_of(came.request):
+                    self._received.add(came.request)

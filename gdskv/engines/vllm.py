@@ -153,6 +153,9 @@ class GdskvConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._leader.finished(request), None
 
+    def take_events(self) -> list[Any]:
+        return self._leader.take_events()
+
     def has_pending_push_work(self) -> bool:
         return self._leader.busy
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gdskv.engines.vllm_events import Events
 from gdskv.engines.vllm_messages import LoadNote, Reports, SaveNote, Step
 from gdskv.engines.vllm_settings import cache_config, files_digest, namespace, refuse, retention_of
 from gdskv.errors import RetentionError
@@ -64,6 +65,11 @@ class LeaderSide:
         space = namespace(vllm_config)
         layout = KVLayout.raw(4096 * self._block, self._block)
         config = cache_config(vllm_config)
+        listened = getattr(getattr(vllm_config, "kv_events_config", None), "enable_kv_cache_events", False)
+        config = config.model_copy(update={"events": bool(listened)})
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        self._events = Events(spec, self._block) if listened else None
+        self._told_of: Any = None  # the leader's store that events were told of
         self._ranks = int(vllm_config.parallel_config.world_size)
         self.leader = Leader(config, layout, space, ranks=self._ranks, now=time.monotonic())
         self._digest = space.digest(layout)
@@ -136,6 +142,8 @@ class LeaderSide:
         if state is None or external == 0:
             return
         start, end = state.local // self._block, (state.local + external) // self._block
+        if self._events is not None:
+            self._events.expect(state.request, state.keys[:end], 0, self._hashes)
         load = self.leader.load(state.keys[:end], start=start, into=blocks[start:end], now=time.monotonic())
         failed = [blocks[start + i] for i in load.failed.tolist()]
         coming = [block for block in blocks[start:end] if block not in set(failed)]
@@ -210,6 +218,8 @@ class LeaderSide:
         if n <= state.stored:
             return None
         prompt = state.request.num_prompt_tokens
+        if self._events is not None:
+            self._events.expect(state.request, keys[:n], state.stored, self._hashes)
         taken = self.leader.take(
             keys[:n], source=state.blocks[:n], retention=state.retention, prompt_tokens=prompt, now=now
         )
@@ -244,9 +254,19 @@ class LeaderSide:
         self.leader.forget()
         self._poll(time.monotonic())
 
+    def take_events(self) -> list[Any]:
+        """vLLM's events of what gdskv's tiers have come to serve, and serve no more, since the last call."""
+        if self._events is None:
+            return []
+        store, gone = self.leader.store, []
+        if store is not self._told_of:  # its table went, and what memory alone held
+            gone, self._told_of = self._events.all_gone(), store
+        return gone + (self._events.translate(store.events()) if store is not None else [])
+
     def stats(self) -> dict[str, int]:
         """All counters and gauges."""
-        return self.leader.stats() | self.counters
+        more = {"unnamed_events": self._events.unnamed} if self._events is not None else {}
+        return self.leader.stats() | self.counters | more
 
     # ---- keys
 

@@ -10,40 +10,21 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from gdskv import meanings
+
 __all__ = ["GdskvPrometheus", "GdskvStats", "Meter"]
 
-GAUGES = {
-    "host_blocks": "Blocks that host memory has room for",
-    "host_used": "Blocks in host memory",
-    "disk_blocks": "Blocks that the disk tier has room for",
-    "disk_used": "Blocks on disk",
-    "retained": "Blocks with a live deadline, ancestors included",
-    "in_flight": "Transfers planned and not reported by every rank yet",
-    "writing": "Blocks on their way to disk",
-    "directories_read_only": "Directories that take no writes for now",
-    "open": "1 while all ranks serve",
-}
-COUNTERS = {
+NOT_SHOWN = {"deferred", "io_read_threads", "io_write_threads"}  # say nothing of a leader
+GAUGES = {name: words for name, words in meanings.GAUGES.items() if name not in NOT_SHOWN}
+GAUGES["open"] = "1 while all ranks serve"
+COUNTERS = meanings.COUNTERS | {
     "loads": "Requests for which blocks were loaded",
     "loaded_tokens_host": "Tokens loaded from host memory",
     "loaded_tokens_disk": "Tokens loaded from disk",
     "failed_load_blocks": "Blocks that did not arrive and were computed again",
-    "committed": "Blocks taken in",
-    "spills": "Blocks written to disk",
-    "evicted_host": "Blocks that left host memory",
-    "evicted_disk": "Blocks that left the disk",
-    "shed_queue": "Blocks not written because too many waited",
-    "shed_no_slot": "Blocks not taken in because no slot was free",
-    "failed_reads": "Reads from disk that failed",
-    "failed_writes": "Writes to disk that failed",
-    "bad_payloads": "Blocks whose bytes were not what had been written",
-    "transient_errors": "Read errors after which the block is tried again",
-    "quarantined": "Disk slots out of use",
-    "expired": "Deadlines that passed",
-    "forgotten": "Blocks forgotten at their deadline",
-    "over_budget": "Blocks that found no room in the retention budget",
     "wrong_retention": "Requests whose retention could not be read",
     "not_cached": "Requests that are not cached (prompt embeddings, pooling)",
+    "unnamed_events": "Blocks whose KV event could not be published, as their hashes were not known any more",
     "sessions_lost": "Times that the ranks had to start over",
 }
 

@@ -104,13 +104,12 @@ class GdskvTier(SecondaryTierManager):
         self._retention.pop(req_context.req_id, None)
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        found = self._store.match(self._key(key), now=time.monotonic())
-        self._store.release(found)
-        return LookupResult.HIT if found.length else LookupResult.MISS
+        there = self._store.peek(self._key(key), now=time.monotonic())
+        return LookupResult.HIT if len(there) else LookupResult.MISS
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         for key in keys:
-            self.lookup(key, req_context)
+            self._store.release(self._store.match(self._key(key), now=time.monotonic()))
 
     # ---- jobs
 

@@ -6,10 +6,10 @@ Runs in each of vLLM's worker processes. Must not decide anything.
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
-from gdskv.engines.vllm_messages import Greeting, Reports, SaveNote, Step
+from gdskv.engines.tickets import Forward, Tickets
+from gdskv.engines.vllm_messages import Greeting, Reports, Step
 from gdskv.engines.vllm_settings import cache_config, namespace
 from gdskv.errors import GdskvError
 from gdskv.layout import KVLayout
@@ -33,11 +33,8 @@ class WorkerSide:
         self._vllm, self._kv = vllm_config, kv_cache_config
         self.rank = int(vllm_config.parallel_config.rank)
         self.worker: Worker | None = None
-        self._cuda: Any = None
-        self._events: deque[tuple[Any, int]] = deque()  # end of a forward pass; orders taken in by then
-        self._loads: dict[int, tuple[str, set[int]]] = {}  # ticket: request, blocks on their way
-        self._saves: dict[int, tuple[str, int]] = {}  # ticket: request, copies under way
-        self._saving: dict[str, int] = {}  # copies under way of a request
+        self._forward = Forward()
+        self._tickets: Tickets[str] = Tickets()
         self._held: set[str] = set()
         self._received: set[str] = set()
         self._sent: set[str] = set()
@@ -61,7 +58,7 @@ class WorkerSide:
         if tensors[0].device.type == "cuda":
             import torch
 
-            self._cuda = torch.cuda
+            self._forward = Forward(torch.cuda)
             config = config.model_copy(update={"device": str(tensors[0].device)})
         self.worker = Worker(config, layout, space, memory, rank=self.rank)
 
@@ -77,8 +74,7 @@ class WorkerSide:
 
     def preempt(self, step: Step) -> None:
         """Let nothing move any more in the blocks of preempted requests: others compute in them next."""
-        gone = set(step.preempted)
-        tickets = {ticket for ticket, (request, _) in self._saves.items() if request in gone}
+        tickets = self._tickets.saves_of(set(step.preempted))
         if tickets:
             self._take(self._open.stop_tickets(tickets))
 
@@ -89,30 +85,20 @@ class WorkerSide:
         for load in step.loads:
             self._errors |= set(load.failed)
             if accepted and load.ticket >= 0 and load.blocks:
-                self._loads[load.ticket] = (load.request, set(load.blocks))
+                self._tickets.load(load.ticket, load.request, load.blocks)
             else:
                 self._errors |= set(load.blocks)
                 self._received.add(load.request)
         if accepted:
             for save in step.saves:
-                self._save(save)
+                self._tickets.save(save.ticket, save.request, save.count)
         self._held |= set(step.held)
         self._empty = step.empty
         self._advance()
 
-    def _save(self, save: SaveNote) -> None:
-        if save.count:
-            self._saves[save.ticket] = (save.request, save.count)
-            self._saving[save.request] = self._saving.get(save.request, 0) + save.count
-
     def computed(self) -> None:
         """The forward pass has been started; blocks may be copied out once it is through."""
-        if self._cuda is None:
-            self._open.sources_ready()
-        else:
-            event = self._cuda.Event()
-            event.record()
-            self._events.append((event, self._open.serial))
+        self._forward.started(self._open)
         self._advance()
 
     def finished(self) -> tuple[set[str], set[str]]:
@@ -121,7 +107,7 @@ class WorkerSide:
         if self._empty and not self._received:
             time.sleep(PAUSE)
             self._advance()
-        done = {request for request in self._held if not self._saving.get(request)}
+        done = {request for request in self._held if not self._tickets.saving(request)}
         self._held -= done
         received, self._received = self._received, set()
         return done, received
@@ -141,26 +127,12 @@ class WorkerSide:
             self.worker.close(timeout)
 
     def _advance(self) -> None:
-        while self._events and self._events[0][0].query():
-            self._open.sources_ready_up_to(self._events.popleft()[1])
+        self._forward.look(self._open)
         self._take(self._open.advance())
 
     def _take(self, landed: list[Landed]) -> None:
-        for ticket, block, ok in landed:
-            if ticket in self._loads:
-                request, blocks = self._loads[ticket]
-                blocks.discard(block)
-                if not ok:
-                    self._errors.add(block)
-                if not blocks:
-                    del self._loads[ticket]
-                    self._received.add(request)
-            elif ticket in self._saves:
-                request, left = self._saves[ticket]
-                self._saving[request] -= 1
-                if not self._saving[request]:
-                    del self._saving[request]
-                if left == 1:
-                    del self._saves[ticket]
-                else:
-                    self._saves[ticket] = (request, left - 1)
+        for came in self._tickets.take(landed):
+            if not came.ok:
+                self._errors.add(came.block)
+            if came.last:
+                self._received.add(came.request)

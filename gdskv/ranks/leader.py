@@ -191,8 +191,7 @@ class Leader:
         """Tier of each block of the longest run that can be served. Holds nothing and changes nothing."""
         if self.store is None:
             return np.empty(0, np.int8)
-        self.store.advance(now)
-        return self.store.table.match(keys)[1]
+        return self.store.peek(keys, now=now)
 
     def load(self, keys: Keys, *, start: int, into: Sequence[int], now: float) -> Load:
         """Bring the blocks from `start` on to the engine's blocks `into`, as many.

@@ -4,6 +4,7 @@ Imports nothing of the project. Decides from the calls made and the times given,
 """
 
 from .blocktable import Begun, BlockTable, Rejection
+from .events import EVENT
 from .journal import CHANGE
 from .state import COUNTERS, DEFAULT_PRIORITY, DEVICE, DISK, HOST, TIERS, XFER
 from .warm import warm
@@ -14,6 +15,7 @@ __all__ = [
     "DEFAULT_PRIORITY",
     "DEVICE",
     "DISK",
+    "EVENT",
     "HOST",
     "TIERS",
     "XFER",

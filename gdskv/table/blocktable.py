@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import entries, journal, moves, plan, slots
+from . import entries, events, journal, moves, plan, slots
 from .check import WRONG, check
 from .learned import ASKED, BURST, PER_NS, S_ASKED, S_HITS, SCALES, TOKENS, from_bytes, to_bytes
 from .state import (
@@ -52,7 +52,9 @@ from .state import (
     STRIPE,
     TENANT_LIMIT,
     TENANTS,
+    THEAD,
     TIERS,
+    TTAIL,
     WRITE_LIMIT,
     XCAP,
     new_arrays,
@@ -118,6 +120,8 @@ class BlockTable:
         Disk slots per directory, one after the other; by default all in one.
     stripe_width : int
         Directories that one allocation is cut over.
+    events : bool
+        Keep what comes and goes for `events`.
     """
 
     def __init__(
@@ -141,12 +145,15 @@ class BlockTable:
         tenant_limit: int = 1 << 40,
         directories: Sequence[int] = (),
         stripe_width: int = 4,
+        events: bool = False,
     ) -> None:
         memory = device_blocks + host_blocks
         self.transfers = transfers or max(4096, 4 * memory + 4 * write_limit)
         policies = (memory_policy, memory_policy, policy)
         by_value = [t for t in range(3) if policies[t] == "hazard"]
-        a = self.arrays = new_arrays(device_blocks, host_blocks, disk_blocks, self.transfers, directories, by_value)
+        a = self.arrays = new_arrays(
+            device_blocks, host_blocks, disk_blocks, self.transfers, directories, by_value, events
+        )
         a.m[STRIPE] = stripe_width
         a.lf[PER_NS] = write_budget / 3600e9
         a.lf[BURST] = a.lf[TOKENS] = max(1.0, BURST_SHARE * write_budget) if write_budget else 0.0
@@ -355,6 +362,11 @@ class BlockTable:
     def all_written(self, slots: NDArray[np.int32]) -> None:
         """The records of these disk slots are written."""
         journal.all_written(self.arrays, slots)
+
+    def events(self) -> NDArray[Any]:
+        """Blocks that have come to be served from a tier, or are so no more, since the last call (dtype EVENT)."""
+        out = np.empty(2 * int(self.arrays.m[TTAIL] - self.arrays.m[THEAD]), events.EVENT)
+        return out[: events.drain(self.arrays, out)]
 
     def restore(self, blocks: NDArray[Any], by_use: NDArray[np.int64]) -> int:
         """Make the disk tier from remembered blocks; how many came back. `by_use` lists them from the least recently

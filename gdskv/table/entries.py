@@ -10,7 +10,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import asked, index, order, slots
-from .notes import FILL, note, note_state
+from .notes import FILL, note, note_state, tell
 from .state import (
     ABSENT,
     C_ADOPTED,
@@ -160,6 +160,7 @@ def attach(a: Arrays, n: int, t: int, g: int, state: int) -> None:
     a.s[g].retry_at = 0
     a.s[g].fails = 0
     a.m[NUSED + t] += 1
+    tell(a, g)
     p = a.e[n].parent
     if p != NONE:
         a.l[p].kids[t] += 1
@@ -174,6 +175,7 @@ def detach(a: Arrays, n: int, t: int) -> int:
     a.e[n].slot[t] = NONE
     a.e[n].state[t] = ABSENT
     a.m[NUSED + t] -= 1
+    tell(a, g)
     if t == DISK:
         note(a, g, FILL)
     p = a.e[n].parent

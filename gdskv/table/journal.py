@@ -29,6 +29,7 @@ from .state import (
     READY,
     ROOT,
     TAKEN,
+    TELLS,
     UNVERIFIED,
     Arrays,
 )
@@ -137,6 +138,7 @@ def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
     base = a.m[BASE + DISK]
     n = len(blocks)
     back = 0
+    tells, a.m[TELLS] = a.m[TELLS], 0  # each is told of when it is asked for
     for i in range(n):
         if i + index.AHEAD < n:
             index.expect(a, blocks[i + index.AHEAD].k0)
@@ -192,6 +194,7 @@ def restore(a: Arrays, blocks: np.ndarray, by_use: np.ndarray) -> int:
             entries.lose_sight(a, e)
         _lift(a, e, np.int64(c.tenant))
     a.c[C_RECOVERED] += back
+    a.m[TELLS] = tells
     return back
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import entries
-from .notes import FILL, STATE, note
+from .notes import FILL, STATE, note, tell
 from .state import (
     C_BAD_PAYLOADS,
     C_FAILED_COPIES,
@@ -120,6 +120,7 @@ def _finish(a: Arrays, x: int, ok: bool, transient: bool, lied: bool) -> None:
         if ok:
             if mine:
                 a.e[n].state[t] = READY
+                tell(a, dst)
                 if t == DISK:
                     note(a, dst, FILL | STATE)
         else:

@@ -1,13 +1,13 @@
-"""Which disk slots have changed since they were last remembered: the cheap half of the journal, called from everywhere.
+"""Which slots have changed since they were last remembered, or told of: the cheap half of the journal and of events.
 
-Knows the arrays only; what is written of a change, and where, is decided elsewhere.
+Called from everywhere. Knows the arrays only; what is made of a change is decided elsewhere.
 """
 
 from __future__ import annotations
 
 from gdskv._jit import jit
 
-from .state import BASE, CAP, DISK, JOURNAL, JTAIL, NONE, Arrays
+from .state import BASE, CAP, DISK, JOURNAL, JTAIL, NONE, TELLS, TTAIL, Arrays
 
 # What is to be written of a slot, in `jf`; BUSY while it is being written.
 FILL, STATE, BUSY = 1, 2, 4
@@ -32,3 +32,13 @@ def note_state(a: Arrays, n: int) -> None:
     g = a.e[n].slot[DISK]
     if g != NONE:
         note(a, g, STATE)
+
+
+@jit
+def tell(a: Arrays, g: int) -> None:
+    """Slot `g` may serve another block than a listener knows of. A slot is queued once, so the ring cannot run over."""
+    if a.m[TELLS] == 0 or a.tl[g].queued:
+        return
+    a.tl[g].queued = 1
+    a.tq[a.m[TTAIL] % len(a.tq)] = g
+    a.m[TTAIL] += 1

@@ -14,7 +14,7 @@ from . import budget, byvalue, entries, index, order, slots
 from .asked import again, ask, class_made
 from .learned import ASKED, REFUSE, REFUSE_SPILL
 from .moves import issue
-from .notes import note_state
+from .notes import note_state, tell
 from .state import (
     BASE,
     C_CLEANED,
@@ -150,6 +150,7 @@ def _touch(a: Arrays, ents: np.ndarray, n: int) -> None:
         for t in range(3):
             if a.e[e].slot[t] != NONE:
                 order.touch(a, t, a.e[e].slot[t])
+                tell(a, a.e[e].slot[t])  # what a restart brought back is told of when it is asked for
 
 
 # ---- to disk

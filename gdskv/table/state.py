@@ -117,7 +117,7 @@ META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
     "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit "
-    "stripe journal jhead jtail to_clean by_value_3 learns bars_priority"
+    "stripe journal jhead jtail to_clean by_value_3 learns bars_priority tells thead ttail"
 ).split()
 
 
@@ -136,6 +136,7 @@ CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"]
 NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
 BY_VALUE, LEARNS, BARS_PRIORITY = _P["BY_VALUE"], _P["LEARNS"], _P["BARS_PRIORITY"]
 JOURNAL, JHEAD, JTAIL, TO_CLEAN = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"], _P["TO_CLEAN"]
+TELLS, THEAD, TTAIL = _P["TELLS"], _P["THEAD"], _P["TTAIL"]
 REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
 NENTS, IXMASK, CLOCK, NOW = _P["ENTS"], _P["IXMASK"], _P["CLOCK"], _P["NOW"]
@@ -218,6 +219,16 @@ REGION = np.dtype(
     ]
 )  # a tier is one region; the disk tier one per directory
 
+TOLD = np.dtype(
+    [
+        ("k0", "<u8"),
+        ("k1", "<u8"),
+        ("known", "u1"),  # 1: a listener was told that this key is in this slot's tier
+        ("queued", "u1"),
+    ],
+    align=True,
+)
+
 ORPHAN = np.dtype([("due", "<i8"), ("entry", "<i4"), ("gen", "<u4")])
 TENANTS = 4096  # told apart in the budget; later ones share the last place
 ORPHANS = 4096  # waiting out their grace; one more goes to FIRST at once
@@ -248,6 +259,8 @@ HANDLE = Handle(
         Field("jr", np.int32, (LENGTH,)),
         Field("jf", np.uint8, (LENGTH,)),
         Field("rg", REGION, (LENGTH,)),
+        Field("tl", TOLD, (LENGTH,)),
+        Field("tq", np.int32, (LENGTH,)),
         Field("tmp", np.int32, (4, LENGTH)),
         Field("lm", np.int64, (learned.LM_SIZE,)),
         Field("lf", np.float64, (learned.LF_SIZE,)),
@@ -301,6 +314,8 @@ class Arrays:
     jr: NDArray[np.int32]  # ring of disk slots to be remembered
     jf: NDArray[np.uint8]  # what of each
     rg: NDArray[Any]  # REGION of all tiers
+    tl: NDArray[Any]  # TOLD of all tiers, where somebody listens
+    tq: NDArray[np.int32]  # ring of slots about which there may be something to tell
     tmp: NDArray[np.int32]  # scratch: [chains, victims, slots]
     lm: NDArray[np.int64]  # of the learner: scalars
     lf: NDArray[np.float64]  # and real numbers
@@ -334,7 +349,13 @@ class Arrays:
 
 
 def new_arrays(
-    device: int, host: int, disk: int, transfers: int, regions: Sequence[int] = (), by_value: Sequence[int] = ()
+    device: int,
+    host: int,
+    disk: int,
+    transfers: int,
+    regions: Sequence[int] = (),
+    by_value: Sequence[int] = (),
+    events: bool = False,
 ) -> Arrays:
     """Lay out an empty table.
 
@@ -348,6 +369,8 @@ def new_arrays(
         Disk slots per directory, `disk` in all; by default one directory.
     by_value : sequence of int
         Tiers whose order among equals is by value.
+    events : bool
+        Somebody listens to what comes and goes.
     """
     caps = (device, host, disk)
     total = sum(caps)
@@ -380,6 +403,7 @@ def new_arrays(
     m[NENTS], m[XCAP], m[NXFREE] = entries, transfers, transfers
     for t in by_value:
         m[BY_VALUE + t] = m[LEARNS] = 1
+    m[TELLS] = events
     nobody = dict.fromkeys(("entry", "prev", "next", "where", "pos"), NONE)
     return Arrays(
         m=m,
@@ -402,6 +426,8 @@ def new_arrays(
         jr=np.zeros(max(disk, 1), np.int32),
         jf=np.zeros(max(disk, 1), np.uint8),
         rg=rg,
+        tl=np.zeros(total if events else 1, TOLD),
+        tq=np.zeros(total if events else 1, np.int32),
         tmp=np.zeros((4, max(total, 1) + 1), np.int32),
         **learned.new_learned(len(by_value) > 0, caps, LISTS),
     )

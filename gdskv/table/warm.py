@@ -28,7 +28,7 @@ def warm(result: np.dtype[np.void]) -> None:
     priority, ttl, addresses = np.full(2, 35, np.uint8), np.zeros(2, np.int64), np.zeros(2, np.uint64)
     ids, results, lengths = np.empty(8, np.int32), np.zeros(8, result), np.zeros(16, np.int64)
 
-    table = BlockTable(2, 2, 4, transfers=64)
+    table = BlockTable(2, 2, 4, transfers=64, events=True)
     table.remember()
     table.advance(1)
     table.match(keys)
@@ -50,6 +50,7 @@ def warm(result: np.dtype[np.void]) -> None:
     table.record_again(slots)
     table.written(0, 3, True)
     table.close_directory(0, False)
+    table.events()
 
     table = BlockTable(0, 2, 4, transfers=64)
     table.store(keys, addresses, priority, ttl, False, 0)

@@ -180,7 +180,7 @@ def test_a_full_disk_stops_no_request(start: Start, full_disk: Any, wanted: Want
     others = [document(100 + n) for n in range(4)]
     assert engine.generate(others)["tokens"] == wanted(others)
     assert engine.generate(PROMPTS)["tokens"] == wanted(PROMPTS)
-    stats = engine.stats()
+    stats = engine.settle()
     assert stats["failed_writes"] > 0 and stats["directories_read_only"] == 1, stats
 
 

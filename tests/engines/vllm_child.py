@@ -45,6 +45,12 @@ class Engine:
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": gdskv,
             }
+        if "events" in more:  # where to publish them
+            from vllm.config import KVEventsConfig
+
+            more["kv_events_config"] = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="zmq", endpoint=more.pop("events")
+            )
         settings = {
             "disable_log_stats": False,
             "max_model_len": 2048,
