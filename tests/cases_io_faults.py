@@ -225,7 +225,7 @@ def test_reads_are_not_held_behind_writes(slab, memory, calls):
     gate = Gate(calls, WRITE)
     engine = PosixEngine([slab])
     engine.submit(transfers(WRITE, memory, list(range(0, 1000, 2))))
-    gate.wait_for(2)
+    gate.wait_for(WRITE_THREADS)
     engine.submit(transfers(READ, memory, list(range(1, 100, 2)), tag=5000))
     out = np.zeros(1000, RESULT)
     n = 0
