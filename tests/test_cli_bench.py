@@ -55,6 +55,17 @@ def test_stall_counts_only_if_all_was_admitted_and_kept(gdskv: Command, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_policy_shows_each_call_beside_the_other_order(gdskv: Command, tmp_path: Path) -> None:
+    sizes = ("--device-blocks", 300, "--host-blocks", 200, "--disk-blocks", 900, "--block-bytes", "4KiB")
+    answer = gdskv("bench", "policy", "--dir", tmp_path, "--limit", 150, "--rounds", 1, *sizes, "--json")
+    assert answer.code == 0 and answer.json["wrong_blocks"] == 0
+    results = {result["name"]: result for result in answer.json["results"]}
+    for call in ("match", "allocate", "commit", "release"):
+        assert results[f"{call} p99.9"]["reference"] > 0 and results[f"{call} p99.9"]["value"] > 0
+    assert sum(name.startswith("record") for name in results) == 2
+    assert not list(tmp_path.iterdir())
+
+
 def test_busy_compares_times_of_both_directions(gdskv: Command, tmp_path: Path) -> None:
     answer = gdskv("bench", "busy", "--dir", tmp_path, "--size-gib", 0.1, "--json")
     assert answer.code == 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command import Command
 from doubles import DelayEngine
@@ -18,7 +19,7 @@ from doubles import DelayEngine
 from gdskv.replay.generator import generate_trace
 from gdskv.replay.player import Plan
 from gdskv.replay.run import run
-from gdskv.replay.traces import Trace, read_trace
+from gdskv.replay.traces import Trace, TraceRequest, read_trace
 
 
 @pytest.fixture
@@ -84,6 +85,32 @@ def test_lower_tiers_serve_what_left_the_upper_ones(gdskv: Command, tiers: tuple
     trace = generate_trace(500)
     assert lru_hits(trace, min(t for t in tiers if t)) < report["hit_ratio"] * report["blocks_asked"]
     assert (report["blocks_written"] > 0) == (tiers[2] > 0)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("simulate", [True, False])
+def test_a_request_longer_than_the_device_tier_passes_through_it_in_windows(
+    tmp_path: Path, simulate: bool, concurrency: int
+) -> None:
+    trace = generate_trace(250, seed=5)
+    everything = {"device_blocks": 40, "host_blocks": 100, "disk_blocks": 8000, "block_bytes": 4096}
+    tally = run(trace, Plan(**everything, directories=(tmp_path,), simulate=simulate, concurrency=concurrency))
+    longer = sum(len(r.hash_ids) > 40 for r in trace.requests)
+    assert tally.windowed_requests == longer > 0
+    assert tally.requests_cut == tally.blocks_cut == tally.wrong_blocks == 0
+    assert tally.hits.total() + tally.blocks_missing == tally.blocks_asked
+    if concurrency == 1:  # nothing leaves the last tier, so all that was ever asked is found
+        assert tally.hits.total() == lru_hits(trace, 10**6)
+
+
+def test_a_window_behind_a_missing_block_hits_nothing() -> None:
+    ids = np.arange(30, dtype=np.int64)
+    other = np.arange(100, 115, dtype=np.int64)
+    requests = [TraceRequest(float(i), part, 1, 1) for i, part in enumerate((ids, other, other + 100, ids))]
+    tally = run(Trace(requests, 512), Plan(device_blocks=10, host_blocks=45, policy="lru", simulate=True))
+    assert tally.windowed_requests == 4
+    assert tally.hits.total() == 5  # the other half of the first window has left
+    assert tally.stats["matched_host"] > 5
 
 
 @pytest.mark.parametrize(

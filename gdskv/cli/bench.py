@@ -10,6 +10,7 @@ import typer
 from gdskv.cli.bench_busy import busy
 from gdskv.cli.bench_engine import engine
 from gdskv.cli.bench_io import io
+from gdskv.cli.bench_policy import policy
 from gdskv.cli.bench_recovery import recovery
 from gdskv.cli.bench_stall import stall
 from gdskv.cli.bench_table import table
@@ -22,6 +23,7 @@ app.command(epilog="Example: gdskv bench io --dir /nvme0 --plot io.png")(io)
 app.command(epilog="Example: gdskv bench stall --dir /nvme0")(stall)
 app.command(epilog="Example: gdskv bench busy --dir /nvme0")(busy)
 app.command(epilog="Example: gdskv bench engine --dir /nvme0 --json")(engine)
+app.command(epilog="Example: gdskv bench policy TRACE.jsonl --dir /nvme0 --json")(policy)
 app.command(epilog="Example: gdskv bench recovery --records 100000")(recovery)
 
 

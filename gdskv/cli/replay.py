@@ -187,6 +187,7 @@ def _report(name: str, trace: Trace, plan: Plan, tally: Tally) -> dict[str, Any]
         "block_bytes": plan.block_bytes,
         "block_tokens": trace.block_tokens,
         "requests": tally.requests,
+        "windowed_requests": tally.windowed_requests,
         "requests_cut": tally.requests_cut,
         "blocks_cut": tally.blocks_cut,
         "bad_lines": trace.bad_lines,

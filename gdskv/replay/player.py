@@ -81,8 +81,10 @@ class Tally:
     """What a run counted."""
 
     requests: int = 0
+    windowed_requests: int = 0
+    """Requests longer than the device tier, which passed through it in windows."""
     requests_cut: int = 0
-    """Requests longer than the top tier, of which only the leading part was run."""
+    """Requests longer than the only tier, of which only the leading part was run."""
     blocks_cut: int = 0
     """Blocks behind that part, which nobody asked the tiers for."""
     blocks_asked: int = 0

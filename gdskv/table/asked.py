@@ -32,7 +32,8 @@ def _uses(a: Arrays, k0: np.uint64, e: int) -> int:
 
 @jit
 def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> None:
-    """`n` keys are asked, of which the first `found` are there, as the entries `ents`."""
+    """`n` keys are asked, of which the first `found` can be had, as the entries `ents`; the others' get their place
+    there too."""
     if n == 0:
         return
     a.lm[ASKED] += n
@@ -45,16 +46,21 @@ def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> No
         return
     new, behind = 0, found >= 2
     for i in range(found, n):
-        uses = _uses(a, keys[i, 0], index.find(a, keys[i, 0], keys[i, 1]))
+        if i + index.AHEAD < n:
+            index.expect(a, keys[i + index.AHEAD, 0])
+            learn.expect(a, keys[i + index.AHEAD, 0])
+        ents[i] = index.find(a, keys[i, 0], keys[i, 1])
+        uses = _uses(a, keys[i, 0], ents[i])
         new += uses == 0
         behind |= i == 1 and uses > 0
+    size = learn.size_of(new)
     for i in range(n):
-        e = ents[i] if i < found else index.find(a, keys[i, 0], keys[i, 1])
+        e = ents[i]
         uses = _uses(a, keys[i, 0], e)
         if uses == 0:
-            klass = learn.class_of(0, new, behind and i >= 2, i == n - 1)
+            klass = learn.class_of(0, size, behind and i >= 2, i == n - 1)
         else:
-            klass = learn.class_of(uses, new, found - 2 <= i < found, False)
+            klass = learn.class_of(uses, size, found - 2 <= i < found, False)
         if e != NONE:
             a.w[e].asked = a.lm[ASKED] & _LOW
             a.w[e].uses, a.w[e].klass = min(uses + 1, learn.MOST_USES), klass
@@ -75,7 +81,7 @@ def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> No
 def class_made(a: Arrays, k0: np.uint64) -> int:
     """Class that a block of this key gets when it is made."""
     known = learn.recall(a, k0)
-    return known & 0xFF if known else learn.class_of(0, 1, False, False)
+    return known & 0xFF if known else learn.class_of(0, learn.size_of(1), False, False)
 
 
 @jit
@@ -107,4 +113,4 @@ def restored(a: Arrays, n: int, rank: int) -> None:
     if a.m[LEARNS] != 0:
         a.w[n].asked = (a.lm[ASKED] - rank) & _LOW
         a.w[n].uses = min(max(1, np.int64(a.e[n].uses)), learn.MOST_USES)
-        a.w[n].klass = learn.class_of(np.int64(a.w[n].uses) - 1, 1, False, False)
+        a.w[n].klass = learn.class_of(np.int64(a.w[n].uses) - 1, learn.size_of(1), False, False)

@@ -17,7 +17,6 @@ from .state import BARS_PRIORITY, BASE, BY_VALUE, CAP, DEFAULT_PRIORITY, FIRST, 
 
 _0 = np.uint64(0)
 _1 = np.uint64(1)
-_63 = np.int64(63)
 
 
 @jit
@@ -92,22 +91,24 @@ def place_again(a: Arrays, n: int) -> None:
 def worst(a: Arrays, t: int) -> int:
     """The slot that is to leave next by value, or NONE: of the lowest priority the least worth. It stays listed."""
     moves = 0
-    for q in range(FIRST + 1, LISTS):
-        if (a.bits[t, q >> 6] >> np.uint64(q & _63)) & _1 == _0:
-            continue
-        row = t * LISTS + q
-        while a.bb[row] != _0:
-            k = _trailing_zeros(a.bb[row])
-            g = a.be[row, k, 0]
-            if a.l[a.s[g].entry].kids[t] != 0:  # a child has come since; it is placed again once that has left
+    for word in range(2):
+        filled = a.bits[t, word] & ~(_1 << np.uint64(FIRST)) if word == 0 else a.bits[t, word]
+        while filled != _0:
+            q = 64 * word + _trailing_zeros(filled)
+            filled &= filled - _1
+            row = t * LISTS + q
+            while a.bb[row] != _0:
+                k = _trailing_zeros(a.bb[row])
+                g = a.be[row, k, 0]
+                if a.l[a.s[g].entry].kids[t] != 0:  # a child has come since; it is placed again once that has left
+                    remove(a, t, g)
+                    continue
+                right = learn.bin_of(a, a.b[g].klass, learn.age_of(a, a.b[g].asked))
+                if right <= k or moves == MOVES:
+                    return g
+                moves += 1
                 remove(a, t, g)
-                continue
-            right = learn.bin_of(a, a.b[g].klass, learn.age_of(a, a.b[g].asked))
-            if right <= k or moves == MOVES:
-                return g
-            moves += 1
-            remove(a, t, g)
-            _add(a, t, q * BINS + right, g, False)
+                _add(a, t, q * BINS + right, g, False)
     return NONE
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
+from .handle import fetch
 from .learned import (
     ALL,
     ASKED,
@@ -62,14 +63,25 @@ def bucket(age: int) -> int:
 
 
 @jit
-def class_of(uses: int, new: int, bit: bool, last: bool) -> int:
-    """Class of a block that was asked `uses` times before, in a request with `new` blocks never seen. `bit`: of a new
-    block, that it stands behind a known prefix; of another, that it is one of the two deepest found."""
+def size_of(new: int) -> int:
+    """Step of the size of a request with `new` blocks never seen."""
+    return min(SIZES - 1, int(1.5 * math.log2(new + 1.0)))
+
+
+@jit
+def class_of(uses: int, size: int, bit: bool, last: bool) -> int:
+    """Class of a block that was asked `uses` times before, in a request of a size. `bit`: of a new block, that it
+    stands behind a known prefix; of another, that it is one of the two deepest found."""
     if last and uses == 0:
         return LAST
     u = uses if uses < 2 else (2 if uses < 4 else 3)
-    s = min(SIZES - 1, int(1.5 * math.log2(new + 1.0)))
-    return (u * SIZES + s) * 2 + bit
+    return (u * SIZES + size) * 2 + bit
+
+
+@jit
+def expect(a: Arrays, k0: np.uint64) -> None:
+    """What is remembered of a key will be asked for soon: have it fetched meanwhile."""
+    fetch(a.lg, spread(k0) % np.uint64(a.lg.shape[0] // GHOST_WAYS) * np.uint64(GHOST_WAYS))
 
 
 @jit
