@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from gdskv.io.base import RESULT
-from gdskv.table import DISK, BlockTable, Rejection
+from gdskv.table import DISK, BlockTable, Rejection, byvalue, index
 from gdskv.table import learn as learning
 from gdskv.table.learned import ASKED, BUCKETS, CLASSES, SIZES, TRUST
-from gdskv.table.state import BASE
+from gdskv.table.state import BASE, DEFAULT_PRIORITY, NFREE, NONE
 
 LENGTHS = np.zeros(10, np.int64)
 
@@ -45,11 +46,11 @@ def session(number: int, turn: int) -> list[int]:
     return [number * 1000 + i for i in range(1, 2 + 2 * turn)]
 
 
-def play_sessions(table: BlockTable, requests: int, seed: int = 1) -> tuple[int, int]:
-    """Requests of which a third come back and grow, the others are asked once: hits, and blocks asked."""
+def sessions(requests: int, seed: int = 1) -> Iterator[list[int]]:
+    """Requests of which a third come back and grow, the others are asked once."""
     rng = random.Random(seed)
     live: list[tuple[int, int]] = []
-    number = hits = asked = 0
+    number = 0
     for _ in range(requests):
         if live and rng.random() < 0.34:
             n, turn = live.pop(0)
@@ -62,6 +63,13 @@ def play_sessions(table: BlockTable, requests: int, seed: int = 1) -> tuple[int,
             path = session(number, 1) if returns else [number * 1000 + i for i in range(1, 12)]
             if returns:
                 live.append((number, 1))
+        yield path
+
+
+def play_sessions(table: BlockTable, requests: int, seed: int = 1) -> tuple[int, int]:
+    """Serve `sessions`: hits, and blocks asked."""
+    hits = asked = 0
+    for path in sessions(requests, seed):
         hits += serve(table, path)
         asked += len(path)
     return hits, asked
@@ -134,6 +142,69 @@ def test_any_calls_leave_a_sound_table(policy: str, memory_policy: str) -> None:
             land(table)
         if call % 10 == 0:
             table.check()
+
+
+# ---- the guard: which order victims are taken by
+
+
+def returns_of_what_never_came_back(requests: int) -> Iterator[list[int]]:
+    """Chains like those of `sessions` that are asked once, each asked twice: the second time after eight others."""
+    for i in range(requests // 2):
+        if i >= 8:
+            yield [(10**6 + i - 8) * 1000 + k for k in range(1, 12)]
+        yield [(10**6 + i) * 1000 + k for k in range(1, 12)]
+
+
+class Watched:
+    """A table that is sound after every request, and by which order its victims were taken."""
+
+    def __init__(self) -> None:
+        self.table = BlockTable(0, 0, 200, policy="hazard", spill="learned")
+        self.orders: list[str] = []
+        """Of requests for which of the two blocks next to leave, by use and by value, one left and the other stayed."""
+
+    def serve(self, path: list[int]) -> None:
+        table, a, keys, n = self.table, self.table.arrays, keys_of(path), len(path)
+        _, tiers, held = table.find(keys)
+        table.leave(tiers, held)
+        slots = (self.oldest(), byvalue.worst(a, DISK)) if a.m[NFREE + DISK] == 0 else ()
+        next_to_leave = [a.e[a.s["entry"][slot]].copy() for slot in slots]
+        table.store(keys, np.zeros(n, np.uint64), np.full(n, 35, np.uint8), np.zeros(n, np.int64), False, 0)
+        land(table)
+        table.check()
+        left = [index.find(a, e["k0"], e["k1"]) == NONE for e in next_to_leave]
+        if left in ([True, False], [False, True]):
+            self.orders.append("use" if left[0] else "value")
+
+    def oldest(self) -> int:
+        a = self.table.arrays
+        slot = a.ends[DISK, 1 + DEFAULT_PRIORITY, 0]
+        while a.l["kids"][a.s["entry"][slot], DISK]:
+            slot = a.s["next"][slot]
+        return int(slot)
+
+    def took(self, paths: Iterator[list[int]]) -> list[str]:
+        """Serve requests: the order of each that shows one."""
+        self.orders = []
+        for path in paths:
+            self.serve(path)
+        return self.orders
+
+
+def test_the_order_goes_back_to_last_use_where_value_misjudges_and_returns_once_it_pays_again() -> None:
+    watched = Watched()
+    cold = watched.took(sessions(1200))
+    turn = cold.index("value")
+    assert set(cold[:turn]) == {"use"} and set(cold[turn:]) == {"value"}
+    assert turn > 20 and len(cold) - turn > 100
+    misjudged = watched.took(returns_of_what_never_came_back(400))
+    turn = misjudged.index("use")
+    assert turn > 0 and set(misjudged[:turn]) == {"value"} and set(misjudged[turn:]) == {"use"}
+    assert len(misjudged) - turn > 20
+    back = watched.took(sessions(1200, seed=7))
+    turn = back.index("value")
+    assert set(back[:turn]) == {"use"} and set(back[turn:]) == {"value"}
+    assert turn > 20 and len(back) - turn > 50
 
 
 # ---- the learner beside the same in plain Python
