@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from command import Command
 from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, tokens
 
 import gdskv as package
+from gdskv.directory.superblock import HOUR, Superblock, parse
+from gdskv.io.crc import crc32c_bytes
 
 
 @pytest.fixture
@@ -51,6 +55,44 @@ def test_it_shows_what_is_there_and_changes_nothing(gdskv: Command, used: Path) 
     assert entry["deadlines"]["below 1 h"] == 4
     assert entry["deadlines"]["none"] == 20
     assert {path: path.read_bytes() for path in used.rglob("*") if path.is_file()} == before
+
+
+def test_what_the_last_day_wrote_is_summed_over_runs_and_older_hours_are_left_out() -> None:
+    block = Superblock("00" * 16, {}, BLOCK, 64, 0, 1, "a" * 32)
+    for hour, size in ((100, 1000), (100, 200), (102, 10)):
+        block.highest_wall = hour * HOUR + 5
+        block.count_hours({hour: 3}, size)
+    block.highest_wall = 103 * HOUR
+    block.count_hours({102: 1, 103: 3}, 400)
+    block.count_hours({}, 7)  # nothing came of what was written
+    assert block.hours == {"100": 1200, "102": 110, "103": 307}
+    assert block.written_last_day(103 * HOUR + HOUR // 2) == 1617
+    assert block.written_last_day(124 * HOUR + HOUR // 4) == 900 + 417, "three quarters of the first hour"
+    assert block.written_last_day(128 * HOUR) == 0
+    block.highest_wall = 126 * HOUR
+    block.count_hours({126: 1}, 5)
+    assert block.hours == {"102": 110, "103": 307, "126": 5}
+
+
+@pytest.mark.parametrize("hours", [{"-1": 1}, {"x": 1}, {"1": -1}, {"1": "1"}, {"9" * 5000: 1}, [1]])
+def test_hours_that_cannot_be_are_damage(hours: object) -> None:
+    block = Superblock("00" * 16, {}, BLOCK, 64, 0, 1, "a" * 32)
+    block.hours = hours  # type: ignore[assignment]
+    body = json.dumps(asdict(block))
+    assert parse(f"{body}\n{crc32c_bytes(body.encode()):08x}\n", Path("/kv/a/superblock")) == "superblock is damaged"
+
+
+def test_it_shows_the_last_days_writes_over_runs_and_the_last_runs_rate(gdskv: Command, used: Path) -> None:
+    with package.BlockManager(config(used, disk=64), LAYOUT, NAMESPACE) as kv:
+        for doc in range(20, 24):
+            Engine(kv).run(doc, 4 * TOKENS)
+    (entry,) = gdskv("inspect", used, "--json").json["namespaces"]
+    assert entry["bytes_written_last_day"] == pytest.approx(entry["bytes_written"], abs=8)
+    assert entry["bytes_written"] >= 40 * BLOCK
+    assert entry["drive_writes_per_day"] == pytest.approx(entry["bytes_written"] / (64 * BLOCK), rel=1e-3)
+    assert entry["drive_writes_per_day_last_run"] > entry["drive_writes_per_day"], "it took seconds"
+    text = gdskv("inspect", used).out
+    assert "in the last 24 hours " in text and "at the last run's rate" in text
 
 
 def test_it_reads_as_text(gdskv: Command, used: Path) -> None:

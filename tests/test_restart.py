@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from harness import BLOCK, LAYOUT, NAMESPACE, TOKENS, Engine, config, tokens
 
 import gdskv
 from gdskv.directory.directory import HEADER
+from gdskv.directory.superblock import Superblock, read
+from gdskv.io.crc import crc32c_bytes
 
 
 def manager(tmp_path: Path, *, wall: float = 1000.0, now: float = 0.0, **more: Any) -> gdskv.BlockManager:
@@ -201,12 +204,33 @@ def test_another_format_version_is_refused_with_the_command_that_clears_it(tmp_p
     with manager(tmp_path, disk=64) as kv:
         Engine(kv).run(0, 2 * TOKENS)
     path = next(tmp_path.rglob("superblock"))
-    from gdskv.io.crc import crc32c_bytes
-
     body = path.read_text().partition("\n")[0].replace('"format": 1', '"format": 9')
     path.write_text(f"{body}\n{crc32c_bytes(body.encode()):08x}\n")
     with pytest.raises(gdskv.DirectoryError, match="--clear"):
         manager(tmp_path, disk=64)
+
+
+def test_hours_of_writes_outlive_the_process_and_a_file_without_them_opens(tmp_path: Path) -> None:
+    day = 24 * 3600.0
+    docs = iter(range(100))
+    for wall in (1000.0, 1000.0 + 3600, 1000.0 + day, 1000.0 + 3 * day):
+        with manager(tmp_path, disk=64, wall=wall) as kv:
+            for _ in range(4):
+                Engine(kv).run(next(docs), 4 * TOKENS)
+        block = read(next(tmp_path.glob("*/superblock")).parent)
+        assert isinstance(block, Superblock) and block.last_written >= 16 * BLOCK
+        hours = {int(hour): size for hour, size in block.hours.items()}
+        assert hours[max(hours)] == pytest.approx(block.last_written, abs=8)
+        assert max(hours) == wall // 3600
+        assert len(hours) == {1000.0: 1, 4600.0: 2, 1000.0 + day: 3}.get(wall, 1)
+    path = next(tmp_path.glob("*/superblock"))
+    values = json.loads(path.read_text().partition("\n")[0])
+    del values["hours"]
+    body = json.dumps(values)
+    path.write_text(f"{body}\n{crc32c_bytes(body.encode()):08x}\n")
+    with manager(tmp_path, disk=64, wall=1000.0 + 3 * day) as kv:
+        assert kv.store.ledger.recovered.blocks > 0
+        assert kv.store.ledger.recovered.why == ()
 
 
 def test_fsync_counts_what_is_durable(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def _describe(held: Held) -> dict[str, Any]:
     there = held.blocks[(held.blocks["flags"] & PRESENT) != 0]
     now = int(max(time.time() * 1e9, block.highest_wall))
     live = there[there["deadline"] > now]
+    last_day = block.written_last_day(now)
     names = {tenant_crc(name): name for name in block.tenants} | {0: ""}
     tenants = {
         names.get(int(crc), f"#{int(crc):08x}"): int((live["tenant"] == crc).sum()) * block.slot_bytes
@@ -99,7 +100,9 @@ def _describe(held: Held) -> dict[str, Any]:
         "read_only_periods": block.closures,
         "threads": {"read": block.read_threads, "write": block.write_threads},
         "written_per_byte_read": block.bytes_written / block.bytes_read if block.bytes_read else None,
-        "drive_writes_per_day": (
+        "bytes_written_last_day": last_day,
+        "drive_writes_per_day": last_day / (block.blocks * block.slot_bytes),
+        "drive_writes_per_day_last_run": (
             block.last_written / (block.blocks * block.slot_bytes) * _DAY_NS / block.last_ns if block.last_ns else None
         ),
         "sizing_curve": {scale: float(ratio) for scale, ratio in block.sizing_curve.items()},
@@ -210,11 +213,14 @@ def _threads(read: int, write: int) -> str:
 
 
 def _endurance(entry: dict[str, Any]) -> str:
-    per_byte, per_day = entry["written_per_byte_read"], entry["drive_writes_per_day"]
+    from gdskv.units import format_size
+
+    per_byte, last_run = entry["written_per_byte_read"], entry["drive_writes_per_day_last_run"]
     return (
         ("-" if per_byte is None else f"{per_byte:.2f} bytes written per byte served")
-        + ", "
-        + ("-" if per_day is None else f"{per_day:.2f} drive writes per day at the last run's rate")
+        + f", in the last 24 hours {format_size(entry['bytes_written_last_day'])} written, "
+        + f"{entry['drive_writes_per_day']:.2f} drive writes"
+        + ("" if last_run is None else f" ({last_run:.2f} a day at the last run's rate)")
     )
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gdskv.directory import records
-from gdskv.directory.records import IDENTITY, REMEMBERED, STATE_RECORD
-from gdskv.directory.superblock import Superblock, read
+from gdskv.directory.records import FILL, IDENTITY, PRESENT, REMEMBERED, STATE_RECORD
+from gdskv.directory.superblock import HOUR, Superblock, read
 from gdskv.errors import DirectoryError
 from gdskv.io import tuning
 from gdskv.io.base import Slab
@@ -122,8 +122,9 @@ class Directory:
             )
             if isinstance(old, Superblock):
                 self.superblock.bytes_written, self.superblock.bytes_read = old.bytes_written, old.bytes_read
-                self.superblock.highest_wall = old.highest_wall
+                self.superblock.highest_wall, self.superblock.hours = old.highest_wall, old.hours
                 self.superblock.write_errors, self.superblock.closures = old.write_errors, old.closures
+        self._written: dict[int, int] = {}  # blocks written in each hour since the open
         self.wall = max(wall, self.superblock.highest_wall, newest)
         self.superblock.next_fill = max(self.superblock.next_fill, fill + 1)
         self.recovery = Recovery(info.path, blocks, why if why != "no superblock" else "", self.superblock.clean)
@@ -163,6 +164,9 @@ class Directory:
         s = self.superblock
         wall = now + now_to_wall
         s.highest_wall = max(s.highest_wall, wall)
+        hour = s.highest_wall // HOUR
+        filled = ((changes["what"] & FILL) != 0) & ((changes["flags"] & PRESENT) != 0)
+        self._written[hour] = self._written.get(hour, 0) + int(np.count_nonzero(filled))
         s.next_fill = int(
             records.encode(
                 changes,
@@ -203,6 +207,7 @@ class Directory:
         s.tenants = sorted({*s.tenants, *(t for t in tenants if t)})
         s.bytes_written += written
         s.bytes_read += read_
+        s.count_hours(self._written, written)
         s.last_written, s.last_ns, s.sizing_curve = written, max(1, open_ns), curve
         with contextlib.suppress(OSError):  # read-only by now, or gone: then it counts as not closed
             if self._sync:

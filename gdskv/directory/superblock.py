@@ -17,6 +17,8 @@ from gdskv.io.crc import crc32c_bytes
 
 NAME = "superblock"
 FORMAT = 1
+HOUR = 3600 * 10**9  # ns
+HOURS = 24
 
 
 @dataclass
@@ -59,8 +61,25 @@ class Superblock:
     """Wall-clock time between these, ns; 0 where nothing was closed yet."""
     sizing_curve: dict[str, str] = field(default_factory=dict)
     """Hit ratio at shares of the disk tier's size, as of the last close."""
+    hours: dict[str, int] = field(default_factory=dict)
+    """Payload written in each of the last hours, by the hour's number since 1970, as of the last close."""
     tenants: list[str] = field(default_factory=list)
     format: int = FORMAT
+
+    def count_hours(self, blocks: dict[int, int], size: int) -> None:
+        """`size` bytes were written, in proportion to the `blocks` written in each hour. Hours that no last day needs
+        any more are dropped."""
+        newest = self.highest_wall // HOUR
+        total = sum(blocks.values())
+        for hour, n in (blocks if total else {newest: 1}).items():
+            self.hours[str(hour)] = self.hours.get(str(hour), 0) + size * n // max(1, total)
+        self.hours = {hour: n for hour, n in self.hours.items() if n and int(hour) >= newest - HOURS}
+
+    def written_last_day(self, now: int) -> int:
+        """Bytes written in the 24 hours before `now`, ns since 1970; the hour at their start counts in part."""
+        newest, into = divmod(now, HOUR)
+        whole = sum(n for hour, n in self.hours.items() if int(hour) > newest - HOURS)
+        return whole + self.hours.get(str(newest - HOURS), 0) * (HOUR - into) // HOUR
 
     def write(self, folder: Path, *, sync: bool) -> None:
         """Replace the file in `folder`."""
@@ -129,4 +148,7 @@ def _sound(value: object, kind: Any) -> bool:
         return isinstance(value, int) and 0 <= value < 1 << 63
     if kind == "list[str]":
         return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if kind == "dict[str, int]":
+        pairs = value.items() if isinstance(value, dict) else [("", 0)]
+        return all(name.isdecimal() and len(name) < 12 and _sound(n, "int") for name, n in pairs)
     return isinstance(value, {"str": str, "bool": bool, "dict[str, str]": dict}[kind])
