@@ -35,6 +35,7 @@ typedef unsigned long long CUdeviceptr;
 enum { SUCCESS = 0, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600, ALREADY = 712, NOT_REGISTERED = 713, UNKNOWN = 999 };
 enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_TYPE = 2, ATTRIBUTE_DEVICE_PTR = 3, ATTRIBUTE_HOST_PTR = 4, ATTRIBUTE_ORDINAL = 9 };
 enum { UNREGISTERED = 0, HOST = 1, DEVICE = 2 };
+#define HUGE ((size_t)2 << 20)
 #define EXPORT __attribute__((visibility("default")))
 
 /* ---- settings and counts ---- */
@@ -133,8 +134,17 @@ static CUresult map(uintptr_t *out, size_t size, int type) {
     if (!size) return INVALID;
     if (fails(FAIL_ALLOC)) return NO_MEMORY;
     size = (size + 4095) & ~(size_t)4095;
-    void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    /* From a multiple of 2 MiB on, in huge pages: neither a GPU's memory nor pinned memory costs a page fault for every 4 KiB */
+    size_t spare = size >= HUGE ? HUGE : 0;
+    char *p = mmap(NULL, size + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NO_MEMORY;
+    if (spare) {
+        size_t before = -(uintptr_t)p & (HUGE - 1);
+        if (before) munmap(p, before);
+        p += before;
+        if (spare > before) munmap(p + size, spare - before);
+        madvise(p, size, MADV_HUGEPAGE);
+    }
     *out = (uintptr_t)p;
     return add((uintptr_t)p, size, type, 1);
 }

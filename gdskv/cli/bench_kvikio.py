@@ -121,6 +121,7 @@ def kvikio(
             device_memory=[(memory, length)],
             read_threads=threads,
             write_threads=threads,
+            largest=max(blocks),
         )
         stack.callback(engine.close, 10.0)
         gdsio = Gdsio.find(bench.file, bench.area[1])
@@ -170,6 +171,7 @@ def _figures(
             if seconds_between == LONG_PAUSE_S:
                 title += " polled every 2 ms"
             results.append(compared(title, ours, posix, "posix engine, host memory"))
+            results.append(compared(f"cpu of {title}", ours, posix, "posix engine, host memory", "cpu_ms_gb"))
             if others:
                 results.append(compared(f"{title} beside gdsio", ours, others, "gdsio"))
     return results

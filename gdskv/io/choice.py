@@ -118,6 +118,7 @@ def open_engine(
         direct=direct,
         device=number,
         device_memory=[(device_pool.base, device_pool.bytes)] if device_pool is not None and gpu else [],
+        largest=device_pool.stride if device_pool is not None else 0,
         **_settings(config),
     )
     return engine, modes
