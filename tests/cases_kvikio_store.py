@@ -5,6 +5,7 @@ Run by test_io_kvikio.py in a process of its own, with the plugin ongpu.py.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from gdskv.io.kvikio import KvikioEngine
 config = partial(harness.config, io="kvikio")
 
 
-def test_the_store_says_how_bytes_move(tmp_path: Path) -> None:
-    with gdskv.BlockManager(config(tmp_path), harness.LAYOUT, harness.NAMESPACE) as kv:
+@pytest.mark.parametrize("checksums", [True, False])
+def test_the_store_says_how_bytes_move(tmp_path: Path, checksums: bool) -> None:
+    with gdskv.BlockManager(config(tmp_path, checksums=checksums), harness.LAYOUT, harness.NAMESPACE) as kv:
         assert isinstance(kv.store.io, KvikioEngine)
         (mode,) = kv.store.modes
         assert mode.name == "compat" and "hostdriver" in mode.why
@@ -32,6 +34,22 @@ def test_the_store_says_how_bytes_move(tmp_path: Path) -> None:
         counters = kv.store.io.counters()
         assert counters["write_bytes_kvikio_compat"] > 0 and counters["write_bytes_kvikio_direct"] == 0
         assert counters["copy_bytes_device"] > 0
+
+
+def test_each_open_logs_the_mode_of_each_directory_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    caplog.set_level(logging.INFO, "gdskv")
+    settings = config(tmp_path, disk=64).model_copy(update={"directories": folders})
+    for _ in range(2):
+        caplog.clear()
+        with gdskv.BlockManager(settings, harness.LAYOUT, harness.NAMESPACE) as kv:
+            harness.Engine(kv).run(1, 4 * harness.TOKENS)
+            why = [mode.why for mode in kv.store.modes]
+        lines = [r.getMessage() for r in caplog.records if "compat" in r.getMessage()]
+        assert lines == [f"{folder}: compat, {reason}" for folder, reason in zip(folders, why, strict=True)]
+        assert all("hostdriver" in reason for reason in why)
 
 
 def test_g4_a_compat_success_is_not_direct(tmp_path: Path) -> None:

@@ -34,3 +34,12 @@ def test_managers_and_stores_over_kvikio_keep_their_promises(kvikio: None, tmp_p
     for line in out.strip().splitlines():
         if "wrong bytes" in line or " passed" in line:
             summary.append(f"over KvikIO over hostdriver: {line}")
+
+
+def test_they_keep_them_where_kvikio_itself_copies_to_and_from_the_gpu(
+    kvikio: None, tmp_path: Path, summary: list[str]
+) -> None:
+    # Where nothing is checked KvikIO is given device memory, else it is given buffers in host memory
+    variables = {"KVIKIO_COMPAT_MODE": "ON", "GDSKV_IO": "kvikio", "GDSKV_CHECKSUMS": "false"}
+    out = run_cases("test_manager.py test_restart.py", tmp_path, "-p", "ongpu", **variables)
+    summary.append(f"over KvikIO's device path over hostdriver: {out.strip().splitlines()[-1]}")

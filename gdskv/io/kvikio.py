@@ -35,7 +35,7 @@ _WHAT = ("transfers", "calls", "bytes", "errors", "short")
 _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
 _QUIET = 0.1  # seconds without a read after which writes have the drive for themselves
 _READS_A_WRITE = 4  # as the POSIX engine: beside reads one write, and one more for every four reads
-_SPARE = 4  # buffers a direction beyond one for each thread: of extents that are checked or copied while those read on
+_SPARE = 4  # buffers of a lane and direction beyond one a thread: of what is filled, checked or copied meanwhile
 _COPIES = 16  # copies to, from or between device memories at a time
 
 
@@ -121,13 +121,14 @@ class KvikioEngine:
         # Each extent handed over has its members' checksums in this queue at most once
         pieces = self._lanes * (sum(self._most) + 2 * _SPARE) * (self._largest // ALIGNMENT) + 1
         self._checks = Checks(min(pieces, 65536))
-        buffers = [self._lanes * most + _SPARE if checksums and not unchecked[1] else 1 for most in self._most]
+        buffers = [self._lanes * (n + _SPARE) if checksums and not unchecked[1] else 1 for n in self._most]
         self._bounce = Bounce(driver, device, (buffers[READ], buffers[WRITE]), self._largest)
         self._copier = cuda.CopyStream(driver, device, _COPIES)
 
         self._queued: list[deque[Extent]] = [deque() for _ in range(2 * self._lanes + 1)]  # the last: device copies
         self._used = [0] * (2 * self._lanes + 1)
         self._out: list[list[Extent]] = [[] for _ in range(2 * self._lanes)]
+        self._ahead: list[deque[Extent]] = [deque() for _ in range(self._lanes)]  # writes with a buffer
         self._last_read = [-1.0] * self._lanes
         self._copying: list[tuple[Row, Any]] = []
         self._to_fill: deque[Extent] = deque()  # of direct slabs: for a checksum, when there is a buffer
@@ -291,13 +292,11 @@ class KvikioEngine:
             reads, writes = self._queued[2 * lane], self._queued[2 * lane + 1]
             while reads and len(self._out[2 * lane]) < self._most[READ] and self._may_start(reads[0]):
                 self._start(reads.popleft())
-            if writes:
-                busy = len(self._out[2 * lane])
-                most = self._most[WRITE]
-                if busy or time.monotonic() - self._last_read[lane] < _QUIET:
-                    most = min(most, max(1, busy // _READS_A_WRITE))
-                while writes and len(self._out[2 * lane + 1]) < most and self._may_start(writes[0]):
-                    self._start(writes.popleft())
+            out, ahead, most = self._out[2 * lane + 1], self._ahead[lane], self._writes_at_a_time(lane)
+            while writes and self._may_start(writes[0]):
+                if len(out) + (len(ahead) if writes[0].buffered else 0) >= most + _SPARE * writes[0].buffered:
+                    break
+                self._start(writes.popleft())
         copies = self._queued[-1]
         while copies and len(self._copying) < _COPIES:
             extent = copies.popleft()
@@ -310,28 +309,35 @@ class KvikioEngine:
         self._look_for_buffers()
         self._checks.send()
 
+    def _writes_at_a_time(self, lane: int) -> int:
+        most = self._most[WRITE]
+        busy = len(self._out[2 * lane])
+        if busy or time.monotonic() - self._last_read[lane] < _QUIET:
+            most = min(most, max(1, busy // _READS_A_WRITE))
+        return most
+
     def _may_start(self, extent: Extent) -> bool:
         return not extent.buffered or self._bounce.room(extent.op)
 
     def _start(self, extent: Extent) -> None:
-        self._out[extent.rows[0].queue].append(extent)
+        number = extent.rows[0].queue
         self._counts[extent.op, self._direct[extent.slab], _CALLS] += 1
-        if not extent.buffered:
-            if self._passing is not None and extent.device:
-                self._passing.put(extent)
-            else:
-                self._hand_over(extent, extent.address)
+        if extent.buffered:
+            self._bounce.take(extent)
             if extent.op == WRITE:
-                self._check(extent)
-            return
-        self._bounce.take(extent)
-        if extent.op == READ:
-            self._hand_over(extent, extent.buffer)
-            return
-        try:
-            self._bounce.fill(extent)
-        except OSError as error:
-            extent.moved = self._why(error)
+                self._ahead[number // 2].append(extent)
+                try:
+                    self._bounce.fill(extent)
+                except OSError as error:
+                    extent.moved = self._why(error)
+                return
+        self._out[number].append(extent)
+        if extent.device and not extent.buffered and self._passing is not None:
+            self._passing.put(extent)
+        else:
+            self._hand_over(extent, extent.buffer or extent.address)
+        if extent.op == WRITE:
+            self._check(extent)
 
     def _hand_over(self, extent: Extent, address: int) -> None:
         file, buffer = self._files[extent.slab], Buffer(address, extent.length)
@@ -386,6 +392,16 @@ class KvikioEngine:
         for number, out in enumerate(self._out):
             if out:
                 self._out[number] = [extent for extent in out if not self._ended(extent)]
+        for lane, ahead in enumerate(self._ahead):
+            out, most = self._out[2 * lane + 1], self._writes_at_a_time(lane) if ahead else 0
+            while ahead and len(out) < most and self._filled(ahead[0]):
+                extent = ahead.popleft()
+                if extent.ended:
+                    self._settle(extent)
+                    continue
+                out.append(extent)
+                self._hand_over(extent, extent.buffer)
+                self._checks.add(extent, extent.buffer)
         if self._copying:
             self._copying = [(row, event) for row, event in self._copying if not self._copied(row, event)]
         if self._passing_through:
@@ -396,10 +412,10 @@ class KvikioEngine:
         self._checks.send()
 
     def _ended(self, extent: Extent) -> bool:
-        """Whether KvikIO, or the copy before it, is done with an extent."""
+        """Whether KvikIO is done with an extent."""
         future = extent.future
         if future is None:
-            return extent.buffered and extent.op == WRITE and self._filled(extent)  # else not handed over yet
+            return False  # not handed over yet
         if isinstance(future, Exception):
             extent.moved = self._why(future)
         elif not future.done():
@@ -419,19 +435,14 @@ class KvikioEngine:
         return True
 
     def _filled(self, extent: Extent) -> bool:
-        """Look whether the buffer of a write is full, and hand it over if so; True when it failed."""
+        """Whether the buffer of a write is full, or never will be: then it has ended."""
         try:
             if extent.event is not None and not self._bounce.done(extent):
                 return False
         except OSError as error:
             extent.moved = self._why(error)
-        if extent.moved < 0:
-            extent.ended = True
-            self._settle(extent)
-            return True
-        self._hand_over(extent, extent.buffer)
-        self._checks.add(extent, extent.buffer)
-        return False
+        extent.ended = extent.moved < 0
+        return True
 
     def _land(self, extent: Extent) -> None:
         """Of a read that is whole: copy it to where it belongs, and compute its checksums meanwhile."""
@@ -521,7 +532,8 @@ class KvikioEngine:
 
     def _moving(self) -> bool:
         """Whether bytes or checksums are on their way."""
-        return bool(any(self._out) or self._copying or self._passing_through or self._to_fill or self._checks)
+        out = any(self._out) or any(self._ahead)
+        return bool(out or self._copying or self._passing_through or self._to_fill or self._checks)
 
     def _why(self, error: Exception) -> int:
         """The result that says so, of an error of KvikIO or of CUDA."""
