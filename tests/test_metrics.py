@@ -77,7 +77,9 @@ def test_several_are_told_apart_by_labels(engine: Engine, tmp_path: Path) -> Non
 
 def test_registering_asks_for_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.kv, "stats", lambda: pytest.fail("asked"))
-    registry(Collector(engine.kv))
+    found = registry(Collector(engine.kv))
+    with pytest.raises(pytest.fail.Exception, match="asked"):  # a look at the page does ask
+        found.get_sample_value("gdskv_used_blocks", {"tier": "disk"})
 
 
 def test_without_the_library_it_says_what_to_install(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
