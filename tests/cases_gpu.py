@@ -127,3 +127,23 @@ def test_r6_w7_a_slot_is_used_again_only_when_what_moves_in_it_has_landed(tmp_pa
             engine.run(doc, 4 * TOKENS)
         assert engine.verified > 0
         kv.check()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_a_manager_s_blocks_pass_between_device_and_disk_in_kvikio_s_own_copies_where_nothing_is_checked(
+    tmp_path: Path, driver: Driver, checksums: bool
+) -> None:
+    with gdskv.BlockManager(config(tmp_path, host=0, disk=64, checksums=checksums), LAYOUT, NAMESPACE) as kv:
+        engine, before = Engine(kv), driver.count("batch_copies")
+        for doc in range(6):
+            engine.run(doc, 4 * TOKENS)
+        engine.drain()
+        written = driver.count("batch_copies")
+        for doc in range(6):
+            engine.run(doc, 4 * TOKENS)
+        engine.drain()
+        read = driver.count("batch_copies")
+        stats = kv.stats()
+        assert stats["io_write_bytes_kvikio_compat"] > 0 and stats["io_read_bytes_kvikio_compat"] > 0
+        assert stats["onboards_disk"] > 0 and engine.verified == stats["onboards_disk"]
+        assert (written > before, read > written) == (not checksums, not checksums)

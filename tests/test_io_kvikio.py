@@ -37,7 +37,7 @@ def test_managers_and_stores_over_kvikio_keep_their_promises(kvikio: None, tmp_p
 
 
 def test_they_keep_them_where_nothing_is_checked(kvikio: None, tmp_path: Path, summary: list[str]) -> None:
-    # That KvikIO itself copies to and from device memory then is shown by cases_kvikio.py, not by these
+    # That KvikIO itself copies to and from device memory then is shown by cases_kvikio.py and cases_gpu.py
     variables = {"KVIKIO_COMPAT_MODE": "ON", "GDSKV_IO": "kvikio", "GDSKV_CHECKSUMS": "false"}
     out = run_cases("test_manager.py test_restart.py", tmp_path, "-p", "ongpu", **variables)
     summary.append(f"over KvikIO without checksums over hostdriver: {out.strip().splitlines()[-1]}")

@@ -112,8 +112,8 @@ def sort(
     memory: npt.NDArray[np.int64],
     queues: npt.NDArray[np.int64],
     kinds: npt.NDArray[np.int64],
-) -> None:
-    """Find the queue of each transfer and its kind.
+) -> tuple[int, int, int]:
+    """Find the queue of each transfer and its kind; how many are `PLAIN`, how many `OURS`, and the longest of all.
 
     Parameters
     ----------
@@ -126,16 +126,20 @@ def sort(
     queues, kinds
         (n,) int64, filled. Of a lane two queues, of reads and of writes; the last is of copies.
     """
-    copies = 0
+    copies = plain = ours = longest = 0
     for i in range(len(slabs)):
         copies = max(copies, 2 * slabs[i, 0] + 2)
     for i in range(len(batch)):
         op, slab, length = batch["op"][i], batch["slab"][i], batch["length"][i]
         queues[i], kinds[i] = copies, PLAIN
+        longest = max(longest, np.int64(length))
+        plain += 1
         if length <= 0:
             continue
         if op == COPY:
             kinds[i] = OURS
+            plain -= 1
+            ours += 1
             continue
         if (op != READ and op != WRITE) or slab < 0 or slab >= len(slabs):
             continue
@@ -149,5 +153,9 @@ def sort(
         if whole:
             queues[i] = 2 * slabs[slab, 0] + op
             kinds[i] = DEVICE if device else OURS
+            plain -= 1
+            ours += not device
         elif device:
             kinds[i] = BAD
+            plain -= 1
+    return plain, ours, longest

@@ -25,11 +25,15 @@ from gdskv.io.bounce import Bounce
 from gdskv.io.checks import Checks
 from gdskv.io.extents import BAD, DEVICE, OURS, PLAIN, Extent, Row, sort
 from gdskv.io.kvikio_calls import Buffer, configure, errno_of, open_file
-from gdskv.io.posix import READ_THREADS, WRITE_THREADS, PosixEngine
+from gdskv.io.posix import PosixEngine
 
 __all__ = ["KvikioEngine"]
 
 log = logging.getLogger(__name__)
+
+READ_THREADS = 8
+WRITE_THREADS = 12
+"""Twice the POSIX engine's, whose threads take the next write themselves: here one that ends waits for a poll."""
 
 _WHAT = ("transfers", "calls", "bytes", "errors", "short")
 _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
@@ -66,9 +70,10 @@ class KvikioEngine:
     unchecked
         ``(address, bytes)`` of memory whose checksums the caller computes himself.
     checksums, read_threads, write_threads, queue_depth, max_extent
-        As of :class:`gdskv.io.posix.PosixEngine`. Threads belong to KvikIO's pool, which all engines of a process
-        share; it grows and never shrinks. Device memory whose checksums are computed moves in transfers of at most
-        `max_extent` or `largest`, whichever is more; longer ones are refused.
+        As of :class:`gdskv.io.posix.PosixEngine`, but 0 threads are `READ_THREADS` and `WRITE_THREADS` of here. They
+        belong to KvikIO's pool, which all engines of a process share; it grows and never shrinks. Device memory whose
+        checksums are computed moves in transfers of at most `max_extent` or `largest`, whichever is more; longer ones
+        are refused.
     largest
         Bytes of the longest transfer that will come.
 
@@ -153,20 +158,19 @@ class KvikioEngine:
         batch = np.ascontiguousarray(transfers, TRANSFER)
         if not len(batch):
             return 0
-        queues, kinds = self._sort(batch)
+        queues, kinds, plain = self._sort(batch)
         n = len(batch)
-        through = np.flatnonzero(kinds == PLAIN)
         if n + max(self._used) > self._depth:
             for number, used in enumerate(self._used):
                 here = np.flatnonzero((queues == number) & (kinds != PLAIN))
                 if len(here) > self._depth - used:
                     n = min(n, int(here[self._depth - used]))
-            through = through[through < n]
-        if len(through):
+        if plain:
+            through = np.flatnonzero(kinds[:n] == PLAIN)
             taken = self._plain.submit(batch[through])
             if taken < len(through):
                 n = int(through[taken])
-        if (kinds[:n] != PLAIN).any():
+        if n > plain or (kinds[:n] != PLAIN).any():
             self._queue(batch[:n], queues, kinds)
             self._feed()
         return n
@@ -176,6 +180,7 @@ class KvikioEngine:
         if self._own:
             self._progress()
             self._feed()
+            self._look_after_copies()  # the first that were started above have ended by now
             n = min(len(out), len(self._ready))
             for i in range(n):
                 out[i] = self._ready.popleft()
@@ -241,12 +246,13 @@ class KvikioEngine:
 
     # ---- taking in
 
-    def _sort(self, batch: Transfers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """For each transfer its queue and its kind, as :func:`gdskv.io.extents.sort`, and nothing left to ask."""
+    def _sort(self, batch: Transfers) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+        """For each transfer its queue and its kind, as :func:`gdskv.io.extents.sort`, and nothing left to ask; and how
+        many are `PLAIN`."""
         queues, kinds = np.zeros((2, len(batch)), np.int64)
-        sort(batch, self._slabs, self._memory, queues, kinds)
+        plain, ours, longest = sort(batch, self._slabs, self._memory, queues, kinds)
         before, end = PLAIN, 0
-        for row in np.flatnonzero(kinds == OURS).tolist():
+        for row in np.flatnonzero(kinds == OURS).tolist() if ours else ():
             if batch["op"][row] != COPY:
                 address = int(batch["address"][row])
                 if address != end:  # else it is the memory of the one before
@@ -254,9 +260,10 @@ class KvikioEngine:
                 kinds[row], end = before, address + int(batch["length"][row])
             elif not any(self._is_device(int(batch[side][row])) for side in ("address", "target")):
                 kinds[row] = PLAIN
-        if self._checksums and batch["length"].max() > self._largest:
+                plain += 1
+        if self._checksums and longest > self._largest:
             kinds[(kinds == DEVICE) & (batch["length"] > self._largest)] = BAD
-        return queues, kinds
+        return queues, kinds, plain
 
     def _is_device(self, address: int) -> bool:
         for base, size in self._memory.tolist():
@@ -404,6 +411,10 @@ class KvikioEngine:
                 self._checks.add(extent, extent.buffer)
         if self._copying:
             self._copying = [(row, event) for row, event in self._copying if not self._copied(row, event)]
+        self._look_after_copies()
+
+    def _look_after_copies(self) -> None:
+        """Look once at the copies and checksums of what was moved."""
         if self._passing_through:
             self._passing_through = [extent for extent in self._passing_through if not self._passed(extent)]
         for extent in self._checks.poll():
