@@ -11,8 +11,8 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import learn
+from .bits import trailing_zeros
 from .learned import BAR, BINS, HAND, MEAN, MOVES, PER_NS, PRICE, TRUST
-from .slots import _trailing_zeros
 from .state import BARS_PRIORITY, BASE, BY_VALUE, CAP, DEFAULT_PRIORITY, FIRST, LISTS, NFREE, NONE, Arrays
 
 _0 = np.uint64(0)
@@ -94,11 +94,11 @@ def worst(a: Arrays, t: int) -> int:
     for word in range(2):
         filled = a.bits[t, word] & ~(_1 << np.uint64(FIRST)) if word == 0 else a.bits[t, word]
         while filled != _0:
-            q = 64 * word + _trailing_zeros(filled)
+            q = 64 * word + trailing_zeros(filled)
             filled &= filled - _1
             row = t * LISTS + q
             while a.bb[row] != _0:
-                k = _trailing_zeros(a.bb[row])
+                k = trailing_zeros(a.bb[row])
                 g = a.be[row, k, 0]
                 if a.l[a.s[g].entry].kids[t] != 0:  # a child has come since; it is placed again once that has left
                     remove(a, t, g)

@@ -11,6 +11,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
+from .bits import leading_zeros
 from .handle import fetch
 from .learned import (
     ALL,
@@ -58,8 +59,10 @@ def spread(k0: np.uint64) -> np.uint64:
 @jit
 def bucket(age: int) -> int:
     """Bucket of an age."""
-    m, e = math.frexp(max(1.0, age / YOUNG))
-    return min(BUCKETS - 1, 2 * (e - 1) + (m >= 0.7071067811865476))
+    octave = 63 - leading_zeros(np.uint64(max(age, YOUNG) // YOUNG))
+    if 2 * octave >= BUCKETS:
+        return BUCKETS - 1
+    return 2 * octave + (age >= _EDGES[2 * octave + 1])
 
 
 @jit

@@ -12,7 +12,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import byvalue
-from .slots import _trailing_zeros
+from .bits import trailing_zeros
 from .state import (
     COUNTED,
     DISK,
@@ -293,10 +293,10 @@ def victim(a: Arrays, t: int) -> int:
             return found
     while True:
         if a.bits[t, 0] != _0:
-            q = _trailing_zeros(a.bits[t, 0])
+            q = trailing_zeros(a.bits[t, 0])
             g = a.ends[t, q, 0]
         elif a.bits[t, 1] != _0:
-            q = 64 + _trailing_zeros(a.bits[t, 1])
+            q = 64 + trailing_zeros(a.bits[t, 1])
             g = a.ends[t, q, 0]
         elif a.m[NHEAP + t] > 0:
             q = HEAP

@@ -9,6 +9,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
+from .bits import trailing_zeros
 from .state import (
     BASE,
     CAP,
@@ -35,29 +36,6 @@ LOOKS = 64  # runs looked at before the longest of them is taken
 
 
 @jit
-def _trailing_zeros(v: np.uint64) -> int:
-    n = 0
-    if v & np.uint64(0xFFFFFFFF) == _0:
-        n += 32
-        v >>= np.uint64(32)
-    if v & np.uint64(0xFFFF) == _0:
-        n += 16
-        v >>= np.uint64(16)
-    if v & np.uint64(0xFF) == _0:
-        n += 8
-        v >>= np.uint64(8)
-    if v & np.uint64(0xF) == _0:
-        n += 4
-        v >>= np.uint64(4)
-    if v & np.uint64(0x3) == _0:
-        n += 2
-        v >>= np.uint64(2)
-    if v & _1 == _0:
-        n += 1
-    return n
-
-
-@jit
 def _next_free(a: Arrays, t: int, start: int) -> int:
     """First free slot of the tier at or after `start`, or the capacity if there is none."""
     cap = a.m[CAP + t]
@@ -67,7 +45,7 @@ def _next_free(a: Arrays, t: int, start: int) -> int:
     w = start >> 6
     v = a.fw[wbase + w] & (_ALL << np.uint64(start & _63))
     if v != _0:
-        return (w << 6) + _trailing_zeros(v)
+        return (w << 6) + trailing_zeros(v)
     words = (cap + 63) >> 6
     w += 1
     if w >= words:
@@ -80,8 +58,8 @@ def _next_free(a: Arrays, t: int, start: int) -> int:
         if q >= sums:
             return cap
         v = a.fs[sbase + q]
-    w = (q << 6) + _trailing_zeros(v)
-    return (w << 6) + _trailing_zeros(a.fw[wbase + w])
+    w = (q << 6) + trailing_zeros(v)
+    return (w << 6) + trailing_zeros(a.fw[wbase + w])
 
 
 @jit
@@ -92,7 +70,7 @@ def _next_taken(a: Arrays, t: int, start: int, limit: int) -> int:
     while i < limit:
         v = ~a.fw[wbase + (i >> 6)] & (_ALL << np.uint64(i & _63))
         if v != _0:
-            return min(limit, ((i >> 6) << 6) + _trailing_zeros(v))
+            return min(limit, ((i >> 6) << 6) + trailing_zeros(v))
         i = ((i >> 6) + 1) << 6
     return limit
 
@@ -114,11 +92,12 @@ def _take_from(a: Arrays, t: int, r: int, want: int, out: np.ndarray, at: int) -
     base = a.m[BASE + t]
     rg = a.rg[r]
     want = min(want, rg.free)
+    looks = LOOKS if rg.free > want else 1  # where all are taken there is nothing to choose
     got = 0
     while got < want:
         need = want - got
         best, length = rg.first, 0
-        for _ in range(LOOKS):
+        for _ in range(looks):
             i = _next_free(a, t, rg.cursor)
             if i >= rg.end:
                 if rg.cursor == rg.first:
