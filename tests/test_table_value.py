@@ -167,6 +167,7 @@ class Watched:
         table, a, keys, n = self.table, self.table.arrays, keys_of(path), len(path)
         _, tiers, held = table.find(keys)
         table.leave(tiers, held)
+        table.advance(0)
         slots = (self.oldest(), byvalue.worst(a, DISK)) if a.m[NFREE + DISK] == 0 else ()
         next_to_leave = [a.e[a.s["entry"][slot]].copy() for slot in slots]
         table.store(keys, np.zeros(n, np.uint64), np.full(n, 35, np.uint8), np.zeros(n, np.int64), False, 0)
@@ -250,10 +251,10 @@ def test_ages_are_cut_two_to_an_octave() -> None:
 
 def test_a_key_that_left_is_remembered_until_others_push_it_out() -> None:
     table = BlockTable(0, 0, 8, policy="hazard")
-    learning.remember(table.arrays, np.uint64(77), 5, 9)
+    learning.remember(table.arrays, np.uint64(learning.spread(np.uint64(77))), 5, 9)
     assert learning.recall(table.arrays, np.uint64(77)) == 5 << 8 | 9
     for k in range(2_000_000, 2_600_000):
-        learning.remember(table.arrays, np.uint64(k * 0x9E3779B97F4A7C15 % 2**64), 1, 0)
+        learning.remember(table.arrays, np.uint64(learning.spread(np.uint64(k))), 1, 0)
     assert learning.recall(table.arrays, np.uint64(77)) == 0
 
 

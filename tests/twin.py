@@ -117,7 +117,7 @@ class Twin:
         self.orphans: list[tuple[int, Block]] = []  # due when
         self.deferred: list[Transfer] = []
         self.launched: list[Transfer] = []
-        self.now = self.clock = self.keep = self.to_clean = 0
+        self.now = self.clock = self.keep = self.to_clean = self.clean_now = 0
         self.count: Counter[str] = Counter()
         self.transfers, self.write_limit, self.clean_window = transfers, write_limit, clean_window
         self.spill, self.protect, self.checksums = spill, protect_unexpired, checksums
@@ -161,6 +161,8 @@ class Twin:
         return block.deadline > self.now and block.retained_for is not None
 
     def advance(self, now: int) -> None:
+        self.clean(self.clean_now)
+        self.clean_now = 0
         self.now = max(self.now, now)
         for tier in range(3):
             while self.retained[tier]:
@@ -280,15 +282,17 @@ class Twin:
     # ---- slots and copies
 
     def take(self, tier: int, want: int) -> list[Slot]:
-        """Free slots in runs: the first run found that is long enough, else the longest of all."""
+        """Free slots in runs: the first run found that is long enough, else the longest of all. Where all are taken:
+        one run after the other."""
         got: list[Slot] = []
         slots = self.slots[tier]
+        every = want == sum(not slot.taken and not slot.bad for slot in slots)
         while len(got) < want:
             need = want - len(got)
             best: list[Slot] = []
             for run in self.runs(tier, self.cursor[tier]):
                 best = max(best, run[:need], key=len)
-                if len(best) == need:
+                if every or len(best) == need:
                     break
             for slot in best:
                 slot.taken = True
@@ -816,7 +820,7 @@ class Twin:
     def release(self, slots: list[Slot]) -> None:
         for slot in reversed(slots):
             self.unlease(slot)
-        self.clean(self.to_clean)
+        self.clean_now += self.to_clean
         self.to_clean = 0
 
     def prefetch(self, keys: list[int], most: int) -> int:

@@ -152,7 +152,6 @@ def play(trace: Trace, player: Player, plan: Plan, step: Callable[[int], None] =
     started = time.perf_counter()
 
     def move() -> bool:
-        player.poll(now)
         left = [flight for flight in flights if not player.advance(flight, now)]
         ended = len(left) < len(flights)
         flights[:] = left
@@ -165,6 +164,7 @@ def play(trace: Trace, player: Player, plan: Plan, step: Callable[[int], None] =
         wanted, first = keys[first:last], last
         while plan.speed and (early := request.timestamp / plan.speed - (time.perf_counter() - started)) > 0:
             now = max(now, request.timestamp - early * plan.speed)
+            player.poll(now)
             if not move():
                 time.sleep(min(early, _NAP_S if flights else 0.05))
         now = max(now, request.timestamp)
@@ -173,13 +173,16 @@ def play(trace: Trace, player: Player, plan: Plan, step: Callable[[int], None] =
         step(1)
         if not len(wanted):
             continue
-        player.poll(now)
-        while len(flights) >= plan.concurrency or (flight := player.start(wanted, now)) is None:
+        while True:  # as in an engine's step: poll, schedule, and let what runs go on
+            player.poll(now)
+            if len(flights) < plan.concurrency and (flight := player.start(wanted, now)) is not None:
+                break
             patience.wait(move())
         patience.wait(True)
         if not player.advance(flight, now):
             flights.append(flight)
     while flights:
+        player.poll(now)
         patience.wait(move())
     tally.elapsed_s = time.perf_counter() - started
     return tally

@@ -10,7 +10,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import budget, byvalue, index, learn, shadow
-from .learned import ASKED, SAME_KEY, SAME_LENGTH
+from .learned import ASKED, NOTED, NOTES, PUT_OFF, SAME_KEY, SAME_LENGTH, SAMPLED
 from .state import LEARNS, NONE, Arrays
 
 _LOW = np.int64(0xFFFFFFFF)
@@ -26,55 +26,78 @@ def again(a: Arrays, keys: np.ndarray, n: int) -> bool:
 
 
 @jit
-def _uses(a: Arrays, k0: np.uint64, e: int) -> int:
-    return np.int64(a.w[e].uses) if e != NONE else learn.recall(a, k0) >> 8
+def _note(a: Arrays, h: np.uint64, klass: int, uses: int) -> None:
+    """A key with this hash was asked; `uses` of one that is not there, else 0. What follows from it waits."""
+    if a.lm[NOTED] == NOTES:
+        _take_up(a)
+    a.nk[a.lm[NOTED]], a.nc[a.lm[NOTED]] = h, uses << 8 | klass
+    a.lm[NOTED] += 1
+
+
+@jit
+def _take_up(a: Arrays) -> None:
+    for i in range(a.lm[NOTED]):
+        h, klass, uses = a.nk[i], np.int64(a.nc[i]) & 0xFF, np.int64(a.nc[i]) >> 8
+        if uses:
+            learn.remember(a, h, uses, klass)
+        learn.watch(a, h, klass)
+        a.lm[SAMPLED] = shadow.sample(a, h, klass, a.lm[SAMPLED])
+    a.lm[NOTED] = 0
+
+
+@jit
+def catch_up(a: Arrays) -> None:
+    """Learn what `ask` has put off, because its caller waits."""
+    n = a.lm[PUT_OFF]
+    if n == 0:
+        return
+    if a.m[LEARNS] != 0:
+        _take_up(a)
+        learn.turn(a)
+    shadow.ask(a, a.lm[SAMPLED])
+    for t in range(3):
+        byvalue.look_again(a, t, n)
+    a.lm[PUT_OFF] = a.lm[SAMPLED] = 0
 
 
 @jit
 def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> None:
-    """`n` keys are asked, of which the first `found` can be had, as the entries `ents`; the others' get their place
-    there too."""
+    """`n` keys are asked, of which the first `found` can be had, as the entries `ents`; what is known of the others is
+    noted there."""
     if n == 0:
         return
+    catch_up(a)
+    a.lm[PUT_OFF] = n
     a.lm[ASKED] += n
     budget.haggle(a)
-    taken = 0
     if a.m[LEARNS] == 0:
         for i in range(n):
-            taken = shadow.sample(a, learn.spread(keys[i, 0]), 0, taken)
-        shadow.ask(a, taken)
+            a.lm[SAMPLED] = shadow.sample(a, learn.spread(keys[i, 0]), 0, a.lm[SAMPLED])
         return
     new, behind = 0, found >= 2
     for i in range(found, n):
         if i + index.AHEAD < n:
             index.expect(a, keys[i + index.AHEAD, 0])
             learn.expect(a, keys[i + index.AHEAD, 0])
-        ents[i] = index.find(a, keys[i, 0], keys[i, 1])
-        uses = _uses(a, keys[i, 0], ents[i])
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        uses = np.int64(a.w[e].uses) if e != NONE else learn.recall(a, keys[i, 0]) >> 8
+        ents[i] = e if e != NONE else ~uses
         new += uses == 0
         behind |= i == 1 and uses > 0
     size = learn.size_of(new)
     for i in range(n):
         e = ents[i]
-        uses = _uses(a, keys[i, 0], e)
+        uses = np.int64(a.w[e].uses) if e >= 0 else ~e
         if uses == 0:
             klass = learn.class_of(0, size, behind and i >= 2, i == n - 1)
         else:
             klass = learn.class_of(uses, size, found - 2 <= i < found, False)
-        if e != NONE:
+        if e >= 0:
             a.w[e].asked = a.lm[ASKED] & _LOW
             a.w[e].uses, a.w[e].klass = min(uses + 1, learn.MOST_USES), klass
             if i >= found:  # there, and not to be had: nobody touches it
                 byvalue.place_again(a, e)
-        else:
-            learn.remember(a, keys[i, 0], uses + 1, klass)
-        h = learn.spread(keys[i, 0])
-        learn.watch(a, h, klass)
-        taken = shadow.sample(a, h, klass, taken)
-    learn.turn(a)
-    shadow.ask(a, taken)
-    for t in range(3):
-        byvalue.look_again(a, t, n)
+        _note(a, learn.spread(keys[i, 0]), klass, 0 if e >= 0 else min(uses + 1, learn.MOST_USES))
 
 
 @jit
@@ -98,7 +121,7 @@ def made(a: Arrays, n: int) -> None:
 def gone(a: Arrays, n: int) -> None:
     """Entry `n` is about to go: its key is remembered for a while."""
     if a.m[LEARNS] != 0:
-        learn.remember(a, a.e[n].k0, np.int64(a.w[n].uses), np.int64(a.w[n].klass))
+        learn.remember(a, learn.spread(a.e[n].k0), np.int64(a.w[n].uses), np.int64(a.w[n].klass))
 
 
 @jit

@@ -82,9 +82,15 @@ def class_of(uses: int, size: int, bit: bool, last: bool) -> int:
 
 
 @jit
+def _ghosts(a: Arrays, h: np.uint64) -> int:
+    """First of the places at which a key with this hash may be remembered."""
+    return np.int64(h & np.uint64(a.lg.shape[0] // GHOST_WAYS - 1)) * GHOST_WAYS  # as many as a power of 2
+
+
+@jit
 def expect(a: Arrays, k0: np.uint64) -> None:
     """What is remembered of a key will be asked for soon: have it fetched meanwhile."""
-    fetch(a.lg, spread(k0) % np.uint64(a.lg.shape[0] // GHOST_WAYS) * np.uint64(GHOST_WAYS))
+    fetch(a.lg, _ghosts(a, spread(k0)))
 
 
 @jit
@@ -129,7 +135,7 @@ def watch(a: Arrays, h: np.uint64, klass: int) -> None:
 def recall(a: Arrays, k0: np.uint64) -> int:
     """What is remembered of a key that is not there: uses << 8 | class; 0 if nothing is."""
     h = spread(k0)
-    first = np.int64(h % np.uint64(a.lg.shape[0] // GHOST_WAYS)) * GHOST_WAYS
+    first = _ghosts(a, h)
     tag = h >> _32
     for i in range(first, first + GHOST_WAYS):
         if a.lg[i] >> _32 == tag:
@@ -138,10 +144,10 @@ def recall(a: Arrays, k0: np.uint64) -> int:
 
 
 @jit
-def remember(a: Arrays, k0: np.uint64, uses: int, klass: int) -> None:
-    """Remember uses and class of a key that is not there; the one of its neighbours remembered longest is forgotten."""
-    h = spread(k0)
-    first = np.int64(h % np.uint64(a.lg.shape[0] // GHOST_WAYS)) * GHOST_WAYS
+def remember(a: Arrays, h: np.uint64, uses: int, klass: int) -> None:
+    """Remember uses and class of a key that is not there, by its hash; the one of its neighbours remembered longest is
+    forgotten."""
+    first = _ghosts(a, h)
     tag = h >> _32
     i = first
     while i < first + GHOST_WAYS - 1 and a.lg[i] >> _32 != tag:

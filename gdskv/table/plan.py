@@ -11,7 +11,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import budget, byvalue, entries, index, order, slots
-from .asked import again, ask, class_made
+from .asked import again, ask, catch_up, class_made
 from .learned import ASKED, REFUSE, REFUSE_SPILL
 from .moves import issue
 from .notes import note_state, tell
@@ -43,6 +43,7 @@ from .state import (
     CALLER_TO_DISK,
     CALLER_TO_HOST,
     CAP,
+    CLEAN_NOW,
     CLEAN_WINDOW,
     CLOCK,
     COUNTED,
@@ -90,14 +91,6 @@ OK, NO_SLOTS, NO_TRANSFERS = 0, 1, 2
 NOT_THESE = -1  # commit: this, less the index of the block whose slot holds other content
 _NO_ADDRESS = np.uint64(0)
 PASS_OVER = 256  # blocks of closed directories that a call looks at in search of one that makes room
-
-
-@jit
-def advance(a: Arrays, now: int) -> None:
-    """Let the table's time be `now`, ns; it never steps back."""
-    if now > a.m[NOW]:
-        a.m[NOW] = now
-        budget.fill(a)
 
 
 @jit
@@ -328,7 +321,7 @@ def _to_disk(a: Arrays, m: int) -> int:
 @jit
 def _host_room(a: Arrays, want: int, clean_later: bool) -> int:
     """Have up to `want` host slots in nobody's hands, in row 1. What leaves for them is on disk, or written there. What
-    would leave next is written too: now, or when the next request is released."""
+    would leave next is written too: now, or after the next request is released."""
     if a.m[CAP + HOST] == 0 or want == 0:
         return 0
     free = min(want, a.m[NFREE + HOST])
@@ -383,6 +376,20 @@ def _clean(a: Arrays, most: int) -> None:
         if seen >= a.m[CLEAN_WINDOW] or m >= most:
             break
     a.c[C_CLEANED] += _to_disk(a, m)
+
+
+@jit
+def advance(a: Arrays, now: int) -> None:
+    """Let the table's time be `now`, ns; it never steps back. First what calls before have put off is done, so that
+    it is the same whichever call comes next."""
+    catch_up(a)
+    if a.m[CLEAN_NOW] > 0:
+        most = a.m[CLEAN_NOW]
+        a.m[CLEAN_NOW] = 0
+        _clean(a, most)
+    if now > a.m[NOW]:
+        a.m[NOW] = now
+        budget.fill(a)
 
 
 @jit
@@ -636,6 +643,7 @@ def commit(
 ) -> int:
     """The first `n` blocks of a request, in the device slots `held` that it leases, are computed: they become findable
     and their time starts. Blocks with a deadline are written to disk soon. Returns how many were new."""
+    catch_up(a)
     for i in range(n):
         e = a.s[held[i]].entry
         if e != NONE and (a.e[e].k0 != keys[i, 0] or a.e[e].k1 != keys[i, 1]):
@@ -668,12 +676,11 @@ def commit(
 @jit
 def release(a: Arrays, held: np.ndarray, n: int) -> None:
     """End a request's hold on its device slots; the first block ends up the most recently used. Host blocks that are to
-    be written ahead of need are written now, because a request that begins waits and one that ends does not."""
+    be written ahead of need are written when time goes on, because a request that begins waits and nobody does then."""
     for i in range(n - 1, -1, -1):
         entries.unlease(a, DEVICE, held[i])
-    if a.m[TO_CLEAN] > 0:
-        _clean(a, a.m[TO_CLEAN])
-        a.m[TO_CLEAN] = 0
+    a.m[CLEAN_NOW] += a.m[TO_CLEAN]
+    a.m[TO_CLEAN] = 0
 
 
 @jit
@@ -771,6 +778,7 @@ def store(
 ) -> int:
     """Take blocks of the caller's memory in, those that are not there yet, as far as there is room for a leading run.
     `result[0]` gets the transfers planned; returns how many of the `n` blocks are cached when these are done."""
+    catch_up(a)
     _admit(a, keys, n, priority, ttl, forget, tenant)
     known = own = 0
     while known < n:

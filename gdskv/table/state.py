@@ -117,7 +117,7 @@ META = (
     "cap_3 base_3 wbase_3 sbase_3 hbase_3 free_3 region_3 regions_3 turn_3 heap_3 listed_3 leased_3 bad_3 used_3 "
     "ents ixmask clock now xcap xfree xdef orph_head orph_tail launched writing write_limit spill "
     "retry_ns grace_ns checks clean_window protect badrows xkeep retained retained_limit tenant_limit "
-    "stripe journal jhead jtail to_clean by_value_3 learns bars_priority tells thead ttail"
+    "stripe journal jhead jtail to_clean clean_now by_value_3 learns bars_priority tells thead ttail"
 ).split()
 
 
@@ -135,7 +135,8 @@ _P = _places()
 CAP, BASE, WBASE, SBASE, HBASE = _P["CAP"], _P["BASE"], _P["WBASE"], _P["SBASE"], _P["HBASE"]
 NFREE, NHEAP, NLISTED = _P["FREE"], _P["HEAP"], _P["LISTED"]
 BY_VALUE, LEARNS, BARS_PRIORITY = _P["BY_VALUE"], _P["LEARNS"], _P["BARS_PRIORITY"]
-JOURNAL, JHEAD, JTAIL, TO_CLEAN = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"], _P["TO_CLEAN"]
+JOURNAL, JHEAD, JTAIL = _P["JOURNAL"], _P["JHEAD"], _P["JTAIL"]
+TO_CLEAN, CLEAN_NOW = _P["TO_CLEAN"], _P["CLEAN_NOW"]
 TELLS, THEAD, TTAIL = _P["TELLS"], _P["THEAD"], _P["TTAIL"]
 REGION0, NREGIONS, TURN, STRIPE = _P["REGION"], _P["REGIONS"], _P["TURN"], _P["STRIPE"]
 NLEASED, NBAD, NUSED = _P["LEASED"], _P["BAD"], _P["USED"]
@@ -276,6 +277,8 @@ HANDLE = Handle(
         Field("be", np.int32, (LENGTH, learned.BINS, 2)),
         Field("bb", np.uint64, (LENGTH,)),
         Field("hand", np.int64, (3,)),
+        Field("nk", np.uint64, (learned.NOTES,)),
+        Field("nc", np.int32, (learned.NOTES,)),
         Field("sm", np.int64, (LENGTH, learned.S_SIZE)),
         Field("sb", learned.SHADOW, (LENGTH,)),
         Field("se", np.int32, (LENGTH, learned.BINS + 1, 2)),
@@ -331,6 +334,8 @@ class Arrays:
     be: NDArray[np.int32]  # lists by value: [tier and list, bin, head or tail]
     bb: NDArray[np.uint64]  # [tier and list]: bins that are not empty
     hand: NDArray[np.int64]  # per tier: slot whose value was looked at last
+    nk: NDArray[np.uint64]  # notes: hashes of keys that were asked
+    nc: NDArray[np.int32]  # uses of those that are not there << 8 | class
     sm: NDArray[np.int64]  # of each shadow: scalars
     sb: NDArray[Any]  # SHADOW, one shadow after the other
     se: NDArray[np.int32]  # [shadow, list, head or tail]
