@@ -94,6 +94,40 @@ def test_the_same_calls_decide_the_same_again() -> None:
     assert np.array_equal(tables[0].arrays.lv, tables[1].arrays.lv)
 
 
+def through_memory(polls: Iterator[int]) -> np.ndarray:
+    """Sessions through three tiers by value, polled so often after each call; which blocks are where at the end."""
+    table = BlockTable(20, 20, 60, policy="hazard", memory_policy="hazard", spill="learned", host_clean=0.5)
+
+    def poll() -> None:
+        for _ in range(next(polls)):
+            table.advance(0)
+
+    for path in sessions(600):
+        keys, n = keys_of(path), len(path)
+        table.advance(0)
+        begun = table.begin(keys, n)
+        assert not isinstance(begun, Rejection)
+        land(table)
+        poll()
+        table.advance(0)
+        table.commit(keys, begun.slots, np.full(n, 35, np.uint8), np.zeros(n, np.int64), False)
+        poll()
+        table.advance(0)
+        table.release(begun.slots)
+        poll()
+        land(table)
+    table.advance(0)
+    table.check()
+    assert table.counters()["cleaned"] > 100
+    return table.arrays.e.copy()
+
+
+def test_what_calls_put_off_is_done_before_the_next_decision_however_often_one_polls() -> None:
+    often = random.Random(5)
+    seldom, at_random = through_memory(iter(lambda: 0, 1)), through_memory(iter(lambda: often.randrange(4), 9))
+    assert np.array_equal(seldom, at_random)
+
+
 def test_higher_priority_and_live_deadlines_stay_whatever_their_value() -> None:
     table = BlockTable(0, 0, 60, policy="hazard", spill="learned")
     play_sessions(table, 400)
