@@ -63,6 +63,45 @@ def test_a_slot_has_one_holder_and_free_slots_are_counted() -> None:
     assert sorted(held + take(a, blocks - len(held))) == list(range(blocks))
 
 
+def by_rule(free: list[bool], cursor: int, want: int) -> tuple[list[int], int]:
+    """The rule of `slots.take` in full: of LOOKS runs from the cursor on, around the end too, which is itself a look,
+    the first that is long enough, else the longest. Slots and the new cursor."""
+    got: list[int] = []
+    while len(got) < want:
+        need, best, at = want - len(got), range(0), cursor
+        for _ in range(slots.LOOKS):
+            start = next((i for i in range(at, len(free)) if free[i]), None)
+            if start is None:
+                at = 0
+                continue
+            at = start
+            while at < len(free) and free[at] and at - start < need:
+                at += 1
+            best = max(best, range(start, at), key=len)
+            if len(best) >= min(need, GOOD_RUN):
+                break
+        for i in best:
+            free[i] = False
+        got += best
+        cursor = best.stop
+    return got, cursor
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_however_free_slots_lie_the_same_are_taken_as_by_the_rule(share: float) -> None:
+    rng = random.Random(share)
+    cursor, free = 0, [True] * 2000
+    a = tier(2000)
+    for _ in range(60):
+        for i in range(2000):
+            if not free[i] and rng.random() < share:
+                slots.give(a, DISK, i)
+                free[i] = True
+        want = min(sum(free), rng.choice([1, 7, 80, 300, 2000]))
+        mine, cursor = by_rule(free, cursor, want)
+        assert take(a, want) == mine
+
+
 def test_a_long_allocation_is_cut_over_directories_in_long_pieces() -> None:
     a = tier(400, directories=(100, 100, 100, 100))
     got = np.array(take(a, 4 * GOOD_RUN))

@@ -282,17 +282,15 @@ class Twin:
     # ---- slots and copies
 
     def take(self, tier: int, want: int) -> list[Slot]:
-        """Free slots in runs: the first run found that is long enough, else the longest of all. Where all are taken:
-        one run after the other."""
+        """Free slots in runs: the first run found that is long enough, else the longest of all."""
         got: list[Slot] = []
         slots = self.slots[tier]
-        every = want == sum(not slot.taken and not slot.bad for slot in slots)
         while len(got) < want:
             need = want - len(got)
             best: list[Slot] = []
             for run in self.runs(tier, self.cursor[tier]):
                 best = max(best, run[:need], key=len)
-                if every or len(best) == need:
+                if len(best) == need:
                     break
             for slot in best:
                 slot.taken = True

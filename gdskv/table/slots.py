@@ -16,6 +16,7 @@ from .state import (
     FREE,
     NBAD,
     NFREE,
+    NONE,
     NREGIONS,
     QUARANTINED,
     REGION0,
@@ -92,24 +93,36 @@ def _take_from(a: Arrays, t: int, r: int, want: int, out: np.ndarray, at: int) -
     base = a.m[BASE + t]
     rg = a.rg[r]
     want = min(want, rg.free)
-    looks = LOOKS if rg.free > want else 1  # where all are taken there is nothing to choose
-    got = 0
+    got, single = 0, NONE  # where LOOKS - 1 runs from the cursor on end that are all of one slot
     while got < want:
         need = want - got
         best, length = rg.first, 0
-        for _ in range(looks):
+        if single != NONE:  # one more look says whether all are still alike
+            i = _next_free(a, t, single)
+            end = _next_taken(a, t, i, min(rg.end, i + need)) if i < rg.end else i
+            single = NONE
+            if end - i == 1:
+                best, length, single = _next_free(a, t, rg.cursor), 1, end
+            elif end > i:
+                best, length = i, end - i
+        begun, wrapped = rg.cursor, False
+        for look in range(LOOKS if length == 0 else 0):
             i = _next_free(a, t, rg.cursor)
             if i >= rg.end:
                 if rg.cursor == rg.first:
                     break
-                rg.cursor = rg.first
+                rg.cursor, wrapped = rg.first, True
                 continue
+            if wrapped and i >= begun:  # around
+                break
             end = _next_taken(a, t, i, min(rg.end, i + need))
             if end - i > length:
                 best, length = i, end - i
             if length >= need or length >= GOOD_RUN:
                 break
             rg.cursor = end
+            if look == LOOKS - 1 and length == 1 and not wrapped:
+                single = end
         for i in range(best, best + length):
             _mark_taken(a, t, i)
             out[at + got] = base + i
