@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from typing import Any, NamedTuple, Protocol
 
@@ -217,6 +218,7 @@ class Ledger:
         self.failed_records = 0
         self.durable_records = 0
         self.learned_loaded = self.learned_discarded = 0
+        self._saving: threading.Thread | None = None  # writes what was learned; it touches nothing else here
         self.recovered = Recovered(0, 0, 0, 0, 0, ())
 
     def slabs(self) -> list[Slab]:
@@ -421,6 +423,14 @@ class Ledger:
         self._behind[slots] = False
         table.record_again(slots.astype(np.int32))
 
+    def save_learned(self, table: Journaled) -> None:
+        """Write what was learned, unless the last time has not ended. A thread does it: the file is replaced, for which
+        a busy disk takes long."""
+        if self._saving is None or not self._saving.is_alive():
+            arguments = (self.directories[0].folder, SHAPE, table.learned())
+            self._saving = threading.Thread(target=learned.save, args=arguments, name="gdskv-learned", daemon=True)
+            self._saving.start()
+
     @property
     def complete(self) -> bool:
         """Do the files tell all of what the table holds on disk, but for what is under way?"""
@@ -433,8 +443,10 @@ class Ledger:
 
     def close(self, table: Journaled, *, clean: bool, counters: dict[str, int]) -> None:
         """Close the directories' files."""
-        if table.learns:
-            learned.save(self.directories[0].folder, SHAPE, table.learned())
+        if self._saving is not None:
+            self._saving.join()
+        if table.learns and (content := table.learned()):
+            learned.save(self.directories[0].folder, SHAPE, content)
         share = len(self.directories)
         written = sum(v for k, v in counters.items() if k.startswith("write_bytes"))
         read = sum(v for k, v in counters.items() if k.startswith("read_bytes"))

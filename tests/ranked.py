@@ -46,7 +46,7 @@ class Rank:
 
     def __init__(self, folder: Path, rank: int, ranks: int, settings: dict[str, Any]) -> None:
         place = folder / f"rank{rank}"
-        place.mkdir(exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
         self.rank = rank
         storage = torch.zeros(LAYERS * BLOCKS * LAYER_BYTES // 4 + 64)
         start = (-storage.data_ptr() % 64) // 4 + 16
@@ -139,9 +139,11 @@ class Direct:
 class Engine:
     """Leader, ranks, and the steps between them. `start`: how processes of their own begin, if they have some."""
 
-    def __init__(self, folder: Path, ranks: int, *, start: str = "", host: int = 8, disk: int = 32) -> None:
+    def __init__(
+        self, folder: Path, ranks: int, *, start: str = "", host: int = 8, disk: int = 32, **more: Any
+    ) -> None:
         slot = LAYOUT.slot_bytes
-        self.settings = {"host_bytes": host * slot, "disk_bytes": disk * slot, "io_timeout": 5.0}
+        self.settings = {"host_bytes": host * slot, "disk_bytes": disk * slot, "io_timeout": 5.0, **more}
         self.folder, self.count, self.start = folder, ranks, start
         self.now = 1.0
         self.leader = self.new_leader()

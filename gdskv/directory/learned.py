@@ -1,4 +1,4 @@
-"""What a table has learned of reuse, kept beside the records of the first directory from a close to the next open.
+"""What a table has learned of reuse, kept beside the records of the first directory for the next open.
 
 Knows one small file of numbers, replaced as a whole. What is damaged or of another version is not used.
 """

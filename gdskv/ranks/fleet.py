@@ -74,7 +74,7 @@ class Fleet:
 
     # ---- messages
 
-    def take_orders(self, number: int, wall: int, settled: bool) -> Orders:
+    def take_orders(self, number: int, wall: int, settled: bool, learned: bytes) -> Orders:
         """All that was planned since the last call."""
         empty = not (self._transfers or self._cancelled or len(self._records))
         orders = Orders(
@@ -87,6 +87,7 @@ class Fleet:
             cancelled=b"".join(pack(part) for part in self._cancelled),
             changes=pack(self._records),
             tenants=self._tenants,
+            learned=learned,
         )
         self._transfers, self._cancelled, self._records, self._tenants = [], [], self._records[:0], {}
         return orders
@@ -237,6 +238,11 @@ class Fleet:
         gone = table.free_among(np.ascontiguousarray(blocks["slot"]))
         table.record_again(np.unique(np.concatenate([*again, dropped, gone])).astype(np.int32))
         self.recovered = self.recovered._replace(blocks=back, dropped=len(dropped) + len(gone))
+        if table.learns:
+            content = self._hellos[0].learned
+            fits = bool(content) and table.learn_from(content or b"")
+            self.learned_loaded += fits
+            self.learned_discarded += not fits and content != b""
 
     def collect(self, table: BlockTable, now: int) -> NDArray[Any]:
         if table.unremembered and not len(self._records):

@@ -22,11 +22,16 @@ from gdskv.ranks.messages import Hello, Orders, Report
 from gdskv.retention import Retention
 from gdskv.store import Done, Found, Rejected, Ticket, nanoseconds
 from gdskv.table import DISK, HOST
+from gdskv.table.learned import REQUESTS
 from gdskv.table.state import NONE, READY
 
 __all__ = ["Held", "Leader", "Load"]
 
 log = logging.getLogger(__name__)
+
+# Seconds between two orders that tell what was learned, if something was asked since: while much is to do, and at rest.
+TELL_LEARNED = 10.0
+TELL_AT_REST = 1.0
 
 
 class Load(NamedTuple):
@@ -93,6 +98,7 @@ class Leader:
         self._heard = [now] * ranks
         self._lost: list[Done] = []
         self._learned = b""  # by tables that were given up
+        self._told_of, self._told_at = 0, now  # requests that what rank 0 keeps goes back on, and when it was told
         self._left_to_flush = 0
         self.counters = {"sessions": 0, "sessions_lost": 0, "reports_ignored": 0}
         self.rank_counters: list[dict[str, int]] = [{} for _ in range(ranks)]
@@ -130,8 +136,18 @@ class Leader:
         if self.store is None:
             return Orders(self._number, [], self._retired, self._forget)
         return self.store.fleet.take_orders(
-            self._number, nanoseconds(now) + self._to_wall, self.store.idle and not self._left_to_flush
+            self._number, nanoseconds(now) + self._to_wall, self.idle, self._to_keep(self.store, now)
         )
+
+    def _to_keep(self, store: RankedStore, now: float) -> bytes:
+        """What was learned, if rank 0 is to be told of it."""
+        asked = int(store.table.arrays.lm[REQUESTS])
+        if asked == self._told_of or now - self._told_at < (TELL_AT_REST if self.idle else TELL_LEARNED):
+            return b""
+        if not store.fleet.regions:
+            return b""  # nobody has a place for it
+        self._told_of, self._told_at = asked, now
+        return store.table.learned()
 
     def _open(self, now: float) -> None:
         hellos = [self._hellos[rank] for rank in range(self.ranks)]
@@ -149,8 +165,10 @@ class Leader:
         sizes = {"host_bytes": first.host_blocks * slot, "disk_bytes": disk * slot, "device_bytes": 0}
         fleet = Fleet(hellos, self._to_wall)
         self.store = RankedStore(fleet, self.config.model_copy(update=sizes), self.layout, self.namespace, now=now)
-        if self._learned:
+        self._told_of, self._told_at = int(self.store.table.arrays.lm[REQUESTS]), now
+        if self._learned:  # later than what is kept
             self.store.table.learn_from(self._learned)
+            fleet.learned_loaded = 0
         self.recovered = fleet.recovered.blocks
         self._hellos, self._retired, self._forget = {}, [], False
         self._heard = [now] * self.ranks

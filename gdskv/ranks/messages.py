@@ -57,6 +57,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     tenants: list[str]
     why: list[str]
     """Per directory that came back empty or in part: which, and why."""
+    learned: bytes | None = b""
+    """Of rank 0 alone: what it keeps of an earlier leader's table. None: it keeps what cannot be used."""
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +85,8 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
     """Of dtype CHANGE, deadlines on the wall clock: records to be written."""
     tenants: dict[int, str] = {}
     """Numbers that records use from here on."""
+    learned: bytes = b""
+    """What the leader's table has learned of reuse, every so often: for rank 0 to keep. At most 91 KiB."""
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):

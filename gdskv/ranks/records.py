@@ -22,10 +22,11 @@ class Slots:
     """As `gdskv.ledger.Journaled`."""
 
     transfers = RECORDS
-    learns = False
-    """The leader's table does."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = False) -> None:
+        self.learns = learns
+        """Is what the leader's table has learned kept here?"""
+        self._learned = b""
         self.batches: deque[NDArray[Any]] = deque()
         self.done: list[int] = []
         self.failed: list[int] = []
@@ -43,10 +44,11 @@ class Slots:
         return self.tenants.index(name)
 
     def learned(self) -> bytes:
-        return b""
+        return self._learned
 
     def learn_from(self, content: bytes) -> bool:
-        return False
+        self._learned = content
+        return True
 
     def curve(self) -> dict[float, float]:
         return {}

@@ -121,7 +121,7 @@ class Worker:
         self._started = False
         self._settled = True
         self._over: bool | None = None  # set: this epoch has ended and no order is carried out; True: nor kept on disk
-        self._slots = Slots()
+        self._slots = Slots(learns=self.rank == 0)
         blocks, directories, fill, wall = np.zeros(0, np.void), [], 0, time.time_ns()
         why: tuple[str, ...] = ()
         if c.disk_bytes:
@@ -169,6 +169,7 @@ class Worker:
             pack(self._slots.again),
             list(self._slots.tenants),
             list(why),
+            None if self._ledger is not None and self._ledger.learned_discarded else self._slots.learned(),
         )
 
     def _engine(self) -> IOEngine:
@@ -227,6 +228,9 @@ class Worker:
             self.give_up(unpack(orders.cancelled, np.int64))
         if orders.changes:
             self._change(unpack(orders.changes, CHANGE))
+        if orders.learned and self._slots.learns and self._ledger is not None:
+            self._slots.learn_from(orders.learned)
+            self._ledger.save_learned(self._slots)
         return True
 
     def _enter(self, batch: NDArray[Any]) -> None:
