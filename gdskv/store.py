@@ -293,11 +293,14 @@ class KVStore:
         now : float
             Seconds.
         """
-        self._begin_call(now)
-        keys = as_keys(keys)
-        entries, tiers, slots = self.table.find(keys)
+        found = self._hold(keys, now, asks=True)
         if self.recorder is not None:
-            self.recorder.add(keys, len(keys) * self.layout.tokens_per_block, now)
+            self.recorder.add(as_keys(keys), len(keys) * self.layout.tokens_per_block, now)
+        return found
+
+    def _hold(self, keys: Keys, now: float, *, asks: bool) -> Found:
+        self._begin_call(now)
+        entries, tiers, slots = self.table.find(as_keys(keys), asks=asks)
         self._next_found += 1
         found = Found(len(slots), tiers, entries, slots, self._next_found)
         if found.length:

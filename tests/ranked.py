@@ -205,6 +205,7 @@ class Engine:
     def get(self, doc: int, n: int, first: int = 32, start: int = 0) -> int:
         """Load a document; blocks that came, from the first, each of which every rank has checked byte by byte."""
         keys = chain(doc, n)
+        self.leader.match(keys, now=self.now)
         load = self.leader.load(keys, start=start, into=range(first, first + n - start), now=self.now)
         failed = set(load.failed.tolist())
         if load.ticket is not None:

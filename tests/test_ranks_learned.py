@@ -14,7 +14,7 @@ from gdskv.directory import learned
 from gdskv.ledger import Ledger
 from gdskv.ranks.leader import TELL_AT_REST, TELL_LEARNED
 from gdskv.table import BlockTable
-from gdskv.table.learned import SHAPE
+from gdskv.table.learned import ASKED, REQUESTS, SHAPE
 
 
 def table(engine: Engine) -> BlockTable:
@@ -55,6 +55,29 @@ def served(folder: Path, requests: int = 20) -> bytes:
     told = table(engine).learned()
     engine.close()
     return told
+
+
+def test_a_request_is_learned_from_once_whether_it_finds_anything_or_not(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 2, record=tmp_path / "asked.jsonl")
+    engine.opened()
+    learned_of = table(engine).arrays.lm
+
+    def asked(doc: int, n: int) -> tuple[int, int]:
+        requests, blocks = int(learned_of[REQUESTS]), int(learned_of[ASKED])
+        for _ in range(3):  # the engine asks until it has room
+            engine.tiers(doc, n)
+        engine.get(doc, n)
+        engine.drained()
+        engine.step(0.0)
+        return int(learned_of[REQUESTS]) - requests, int(learned_of[ASKED]) - blocks
+
+    assert asked(1, 5) == (1, 5), "nothing of it is there"
+    engine.put(1, 3)
+    engine.drained()
+    assert asked(2, 4) == (1, 4)
+    assert asked(1, 5) == (1, 5), "three blocks of it are there, and they were loaded"
+    engine.close()
+    assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 3
 
 
 def kept(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from gdskv.config import CacheConfig
 from gdskv.directory.records import IS_BAD, REMEMBERED
 from gdskv.failing import Health
 from gdskv.io.base import RESULT, TRANSFER, Results, Tags, Transfers
+from gdskv.keys import Keys, as_keys
 from gdskv.layout import KVLayout, Namespace
 from gdskv.ledger import ROUND as RECORDS
 from gdskv.ledger import Recovered
@@ -327,6 +328,19 @@ class RankedStore(KVStore):
     def advance(self, now: float) -> None:
         """Let time be `now`, seconds."""
         self.table.advance(nanoseconds(now))
+
+    def ask(self, keys: Keys, *, now: float) -> NDArray[np.int8]:
+        """As `peek`, for a request that asks for all of `keys`: it is recorded and learned from, once however often it
+        is repeated, whether anything is found or not."""
+        self._begin_call(now)
+        tiers, new = self.table.ask(as_keys(keys))
+        if new and self.recorder is not None:
+            self.recorder.add(as_keys(keys), len(keys) * self.layout.tokens_per_block, now)
+        return tiers
+
+    def hold(self, keys: Keys, *, now: float) -> Found:
+        """As `match`, after `ask`."""
+        return self._hold(keys, now, asks=False)
 
     def part(self, found: Found, start: int, end: int) -> Found:
         """Let go of a match outside of the blocks from `start` up to `end`; those are held on."""

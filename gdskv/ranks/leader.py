@@ -206,10 +206,11 @@ class Leader:
         return self.store is not None
 
     def match(self, keys: Keys, *, now: float) -> NDArray[np.int8]:
-        """Tier of each block of the longest run that can be served. Holds nothing and changes nothing."""
+        """Tier of each block of the longest run that can be served to a request that asks for all of `keys`. Holds
+        nothing; the request is learned from, once however often it is repeated."""
         if self.store is None:
             return np.empty(0, np.int8)
-        return self.store.peek(keys, now=now)
+        return self.store.ask(keys, now=now)
 
     def load(self, keys: Keys, *, start: int, into: Sequence[int], now: float) -> Load:
         """Bring the blocks from `start` on to the engine's blocks `into`, as many.
@@ -220,7 +221,7 @@ class Leader:
         nothing = Load(None, np.arange(asked), np.empty(0, np.int8))
         if self.store is None:
             return nothing
-        found = self.store.match(keys, now=now)
+        found = self.store.hold(keys, now=now)
         if found.length <= start:
             self.store.release(found)
             return nothing
@@ -241,7 +242,7 @@ class Leader:
         entries, tiers = self.store.table.match(keys)
         ready = (tiers == HOST) & (self.store.table.arrays.e["state"][entries, HOST] == READY)
         n = len(ready) if ready.all() else int(np.argmin(ready))
-        return Held(self.store.match(keys[:n], now=now), self.store) if n else None
+        return Held(self.store.hold(keys[:n], now=now), self.store) if n else None
 
     def load_held(self, held: Held, *, start: int, into: Sequence[int], now: float) -> Ticket | None:
         """Copy held blocks from `start` on to the engine's blocks `into`, as many; the hold ends. None: it cannot be,

@@ -282,11 +282,18 @@ class BlockTable:
         ents, tiers = np.empty(len(keys), np.int32), np.empty(len(keys), np.int8)
         return int(plan.prefetch(self.arrays, keys, len(keys), most, ents, tiers))
 
-    def find(self, keys: Keys) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]]:
-        """Match and lease: entry, tier and slot of each block."""
+    def ask(self, keys: Keys) -> tuple[NDArray[np.int8], bool]:
+        """Match for a request that asks for all of `keys`, and learn from it: the tiers, and whether it is another
+        request than the last one."""
+        ents, tiers = np.empty(len(keys), np.int32), np.empty(len(keys), np.int8)
+        n = plan.ask_only(self.arrays, keys, len(keys), ents, tiers, self._result)
+        return tiers[:n], bool(self._result[0])
+
+    def find(self, keys: Keys, *, asks: bool = True) -> tuple[NDArray[np.int32], NDArray[np.int8], NDArray[np.int32]]:
+        """Match and lease: entry, tier and slot of each block. `asks`: no `ask` came before."""
         n = len(keys)
         ents, tiers, held = np.empty(n, np.int32), np.empty(n, np.int8), np.empty(n, np.int32)
-        m = plan.find(self.arrays, keys, n, ents, tiers, held)
+        m = plan.find(self.arrays, keys, n, ents, tiers, held, asks)
         return ents[:m], tiers[:m], held[:m]
 
     def leave(self, tiers: NDArray[np.int8], held: NDArray[np.int32]) -> None:

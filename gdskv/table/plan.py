@@ -716,10 +716,24 @@ def prefetch(a: Arrays, keys: np.ndarray, n: int, most: int, ents: np.ndarray, t
 
 
 @jit
-def find(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray, held: np.ndarray) -> int:
-    """Match and lease what was found, each block in the tier that will serve it."""
+def ask_only(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray, result: np.ndarray) -> int:
+    """Match for a request that asks for all `n` keys, whatever becomes of it. `result[0]` says whether it is another
+    than the last one."""
     found = match(a, keys, n, ents, tiers)
-    if not again(a, keys, n):
+    result[0] = not again(a, keys, n)
+    if result[0]:
+        ask(a, keys, n, ents, found)
+        for i in range(found):
+            byvalue.place_again(a, ents[i])
+    return found
+
+
+@jit
+def find(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.ndarray, held: np.ndarray, asks: bool) -> int:
+    """Match and lease what was found, each block in the tier that will serve it. `asks`: it is a request's first call,
+    with all that it asks for."""
+    found = match(a, keys, n, ents, tiers)
+    if asks and not again(a, keys, n):
         ask(a, keys, n, ents, found)
     _touch(a, ents, found)
     for i in range(found):
