@@ -76,6 +76,9 @@ def test_a_request_is_learned_from_once_whether_it_finds_anything_or_not(tmp_pat
     engine.drained()
     assert asked(2, 4) == (1, 4)
     assert asked(1, 5) == (1, 5), "three blocks of it are there, and they were loaded"
+    recorder = engine.leader.store.recorder
+    assert recorder is not None
+    recorder.close()
     engine.close()
     assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 3
 
