@@ -76,9 +76,7 @@ def test_a_request_is_learned_from_once_whether_it_finds_anything_or_not(tmp_pat
     engine.drained()
     assert asked(2, 4) == (1, 4)
     assert asked(1, 5) == (1, 5), "three blocks of it are there, and they were loaded"
-    recorder = engine.leader.store.recorder
-    assert recorder is not None
-    recorder.close()
+    engine.leader.forget()  # the session is over, and all of it is written down
     engine.close()
     assert len((tmp_path / "asked.jsonl").read_text().splitlines()) == 3
 

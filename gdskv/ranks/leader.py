@@ -186,6 +186,8 @@ class Leader:
         self._retired = [e for rank, e in enumerate(epochs) if rank != keep]
         if self.store.table.learns:
             self._learned = self.store.table.learned()
+        if self.store.recorder is not None:
+            self.store.recorder.close()
         self._lost += self.store.fail_all()
         self.store = None
 
