@@ -83,7 +83,7 @@ def test_io_refuses_what_it_cannot_measure(gdskv: Command, arguments: tuple[str,
     assert says in " ".join(answer.err.split())
 
 
-@pytest.mark.parametrize("bench", ["io", "stall", "busy", "recovery"])
+@pytest.mark.parametrize("bench", ["io", "stall", "busy", "recovery", "policy"])
 def test_a_directory_that_is_not_there_is_named(gdskv: Command, tmp_path: Path, bench: str) -> None:
     answer = gdskv("bench", bench, "--dir", tmp_path / "none")
     assert answer.code != 0 and answer.out == ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,12 +52,12 @@ def policy(
     found: dict[tuple[str, str, str], list[float]] = {}
     wrong = 0
     with (
-        TemporaryDirectory(prefix="gdskv-bench-", dir=directory) as folder,
+        console.workplace(directory) as folder,
         console.progress("bench policy", 2 * (rounds + 1)) as step,
     ):
         for number in range(rounds + 1):
             for name in POLICIES:
-                place = Path(folder) / f"{number}-{name}"
+                place = folder / f"{number}-{name}"
                 place.mkdir()
                 plan = Plan(
                     device_blocks,
@@ -84,7 +83,7 @@ def policy(
             for at in AT
             if (call, at, "lru") in found
         ]
-        results += record_ns(loaded, Path(folder), rounds)
+        results += record_ns(loaded, folder, rounds)
     benchlib.show("policy", results, json=json, rounds=rounds, requests=len(loaded.requests), wrong_blocks=wrong)
 
 
