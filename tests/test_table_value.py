@@ -12,7 +12,7 @@ import pytest
 from gdskv.io.base import RESULT
 from gdskv.table import DISK, BlockTable, Rejection, byvalue, index
 from gdskv.table import learn as learning
-from gdskv.table.learned import ASKED, BUCKETS, CLASSES, SIZES, TRUST
+from gdskv.table.learned import ASKED, BUCKETS, CLASSES, NOTES, SIZES, TRUST
 from gdskv.table.state import BASE, DEFAULT_PRIORITY, NFREE, NONE
 
 LENGTHS = np.zeros(10, np.int64)
@@ -126,6 +126,27 @@ def test_what_calls_put_off_is_done_before_the_next_decision_however_often_one_p
     often = random.Random(5)
     seldom, at_random = through_memory(iter(lambda: 0, 1)), through_memory(iter(lambda: often.randrange(4), 9))
     assert np.array_equal(seldom, at_random)
+
+
+def test_a_chain_longer_than_can_be_noted_is_learned_at_once() -> None:
+    tables = [BlockTable(0, 0, 60, policy="hazard", spill="learned") for _ in range(2)]
+    longest = keys_of(list(range(1, NOTES + 2)))
+    for table, n in zip(tables, (NOTES, NOTES + 1), strict=True):
+        table.ask(longest[:n])
+        known = [learning.recall(table.arrays, longest[i, 0]) >> 8 for i in (0, n - 1)]
+        assert known == ([0, 0] if n == NOTES else [1, 1])
+        table.advance(0)
+        assert [learning.recall(table.arrays, longest[i, 0]) >> 8 for i in (0, n - 1)] == [1, 1]
+        table.check()
+
+
+def test_what_was_learned_is_told_with_what_calls_have_put_off() -> None:
+    tables = [BlockTable(0, 0, 60, policy="hazard", spill="learned") for _ in range(2)]
+    for table in tables:
+        play_sessions(table, 300)
+        table.ask(keys_of(list(range(1, 200))))
+    tables[1].advance(0)
+    assert tables[0].learned() == tables[1].learned()
 
 
 def test_higher_priority_and_live_deadlines_stay_whatever_their_value() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from gdskv._jit import jit
 
 from . import budget, byvalue, index, learn, shadow
-from .learned import ASKED, NOTED, NOTES, PUT_OFF, SAME_KEY, SAME_LENGTH, SAMPLED
+from .learned import ASKED, FOUND, NOTES, PUT_OFF, SAME_KEY, SAME_LENGTH, SAMPLED
 from .state import LEARNS, NONE, Arrays
 
 _LOW = np.int64(0xFFFFFFFF)
@@ -26,34 +26,52 @@ def again(a: Arrays, keys: np.ndarray, n: int) -> bool:
 
 
 @jit
-def _note(a: Arrays, h: np.uint64, klass: int, uses: int) -> None:
-    """A key with this hash was asked; `uses` of one that is not there, else 0. What follows from it waits."""
-    if a.lm[NOTED] == NOTES:
-        _take_up(a)
-    a.nk[a.lm[NOTED]], a.nc[a.lm[NOTED]] = h, uses << 8 | klass
-    a.lm[NOTED] += 1
-
-
-@jit
-def _take_up(a: Arrays) -> None:
-    for i in range(a.lm[NOTED]):
-        h, klass, uses = a.nk[i], np.int64(a.nc[i]) & 0xFF, np.int64(a.nc[i]) >> 8
-        if uses:
+def _learn(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> None:
+    """Learn from a request for `n` keys, of which the first `found` were there. `ents` gets the entries of all, or `~`
+    the uses that are remembered of a key without one."""
+    new, behind = 0, found >= 2
+    for i in range(n):
+        if i + index.AHEAD < n:
+            index.expect(a, keys[i + index.AHEAD, 0])
+            learn.expect(a, keys[i + index.AHEAD, 0])
+        e = index.find(a, keys[i, 0], keys[i, 1])
+        uses = np.int64(a.w[e].uses) if e != NONE else learn.recall(a, keys[i, 0]) >> 8
+        ents[i] = e if e != NONE else ~uses
+        if i >= found:
+            new += uses == 0
+            behind |= i == 1 and uses > 0
+    size = learn.size_of(new)
+    for i in range(n):
+        e, h = ents[i], learn.spread(keys[i, 0])
+        uses = np.int64(a.w[e].uses) if e >= 0 else ~e
+        if uses == 0:
+            klass = learn.class_of(0, size, behind and i >= 2, i == n - 1)
+        else:
+            klass = learn.class_of(uses, size, found - 2 <= i < found, False)
+        uses = min(uses + 1, learn.MOST_USES)
+        if e >= 0:
+            a.w[e].asked = a.lm[ASKED] & _LOW
+            a.w[e].uses, a.w[e].klass = uses, klass
+            if i >= found:
+                byvalue.place_again(a, e)
+        else:
             learn.remember(a, h, uses, klass)
         learn.watch(a, h, klass)
         a.lm[SAMPLED] = shadow.sample(a, h, klass, a.lm[SAMPLED])
-    a.lm[NOTED] = 0
+    for i in range(found - 1, -1, -1):
+        if ents[i] >= 0:
+            byvalue.place_again(a, ents[i])
 
 
 @jit
-def catch_up(a: Arrays) -> None:
-    """Learn what `ask` has put off, because its caller waits."""
+def _take_up(a: Arrays, keys: np.ndarray, ents: np.ndarray) -> None:
     n = a.lm[PUT_OFF]
-    if n == 0:
-        return
     if a.m[LEARNS] != 0:
-        _take_up(a)
+        _learn(a, keys, n, ents, a.lm[FOUND])
         learn.turn(a)
+    else:
+        for i in range(n):
+            a.lm[SAMPLED] = shadow.sample(a, learn.spread(keys[i, 0]), 0, a.lm[SAMPLED])
     shadow.ask(a, a.lm[SAMPLED])
     for t in range(3):
         byvalue.look_again(a, t, n)
@@ -61,43 +79,26 @@ def catch_up(a: Arrays) -> None:
 
 
 @jit
+def catch_up(a: Arrays) -> None:
+    """Learn what `ask` has put off, because its caller waits."""
+    if a.lm[PUT_OFF] != 0:
+        _take_up(a, a.nk, a.ne)
+
+
+@jit
 def ask(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, found: int) -> None:
-    """`n` keys are asked, of which the first `found` can be had, as the entries `ents`; what is known of the others is
-    noted there."""
+    """`n` keys are asked, of which the first `found` can be had, as the entries `ents`. Those after them are scratch.
+    All that follows from it is put off, unless there are more keys than can be noted."""
     if n == 0:
         return
     catch_up(a)
-    a.lm[PUT_OFF] = n
     a.lm[ASKED] += n
     budget.haggle(a)
-    if a.m[LEARNS] == 0:
-        for i in range(n):
-            a.lm[SAMPLED] = shadow.sample(a, learn.spread(keys[i, 0]), 0, a.lm[SAMPLED])
-        return
-    new, behind = 0, found >= 2
-    for i in range(found, n):
-        if i + index.AHEAD < n:
-            index.expect(a, keys[i + index.AHEAD, 0])
-            learn.expect(a, keys[i + index.AHEAD, 0])
-        e = index.find(a, keys[i, 0], keys[i, 1])
-        uses = np.int64(a.w[e].uses) if e != NONE else learn.recall(a, keys[i, 0]) >> 8
-        ents[i] = e if e != NONE else ~uses
-        new += uses == 0
-        behind |= i == 1 and uses > 0
-    size = learn.size_of(new)
-    for i in range(n):
-        e = ents[i]
-        uses = np.int64(a.w[e].uses) if e >= 0 else ~e
-        if uses == 0:
-            klass = learn.class_of(0, size, behind and i >= 2, i == n - 1)
-        else:
-            klass = learn.class_of(uses, size, found - 2 <= i < found, False)
-        if e >= 0:
-            a.w[e].asked = a.lm[ASKED] & _LOW
-            a.w[e].uses, a.w[e].klass = min(uses + 1, learn.MOST_USES), klass
-            if i >= found:  # there, and not to be had: nobody touches it
-                byvalue.place_again(a, e)
-        _note(a, learn.spread(keys[i, 0]), klass, 0 if e >= 0 else min(uses + 1, learn.MOST_USES))
+    a.lm[PUT_OFF], a.lm[FOUND] = n, found
+    if n > NOTES:
+        _take_up(a, keys, ents)
+    else:
+        a.nk[:n] = keys[:n]
 
 
 @jit

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import entries, events, journal, moves, plan, slots
+from .asked import catch_up
 from .check import WRONG, check
 from .learned import ASKED, BURST, PER_NS, S_ASKED, S_HITS, SCALES, TOKENS, from_bytes, to_bytes
 from .state import (
@@ -419,6 +420,7 @@ class BlockTable:
 
     def learned(self) -> bytes:
         """What was learned, for a later table's `learn_from`."""
+        catch_up(self.arrays)
         return to_bytes(self.arrays)
 
     def learn_from(self, content: bytes) -> bool:

@@ -31,9 +31,9 @@ COVER = 3  # times the capacity for which the followed keys have to stand
 LEAST_GHOSTS = 65536  # keys remembered that are not there; a table's entries, if those are more
 
 # Scalars of the learner, in `lm`. TRUST: the order by value is ahead of that by last use. PUT_OFF: blocks asked
-# from which is still to be learned; NOTED: those in the notes; SAMPLED: those in the sample of the shadows.
+# from which is still to be learned; FOUND: those of them that were there; SAMPLED: those in the sample of the shadows.
 ASKED, REQUESTS, SHIFT, WATCH_HAND, CLASS_HAND, SAME_KEY, SAME_LENGTH, TRUST, FILLED_AT = range(9)
-PUT_OFF, NOTED, SAMPLED, LM_SIZE = range(9, 13)
+PUT_OFF, FOUND, SAMPLED, LM_SIZE = range(9, 13)
 # Real numbers, in `lf`. TOKENS to PRICE are the write budget's: blocks that may be written now, those that come per ns,
 # the most that are kept, and what a block must be worth to be written, in mean values.
 MEAN, LEAD, SPAN, BAR, TOKENS, PER_NS, BURST, PRICE, LF_SIZE = range(9)
@@ -75,7 +75,7 @@ SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # sizes of which the curve tells, as s
 OWN = 2  # place of 1.0 among them
 RIVAL = len(SCALES)  # one more shadow of the table's own size, by last use
 SHADOW_BLOCKS = 1024  # of the shadow of the table's own size, at most
-NOTES = 1024  # blocks asked of which is noted what is to be learned later
+NOTES = 8192  # keys of a request that are noted, to learn from them later
 SHADOW_KEYS = 8192  # sampled keys of one request, at most
 
 
@@ -108,8 +108,8 @@ def new_learned(learns: bool, sizes: tuple[int, ...], lists: int) -> dict[str, N
         "be": np.full((3 * lists if learns else 1, BINS, 2), -1, np.int32),
         "bb": np.zeros(3 * lists if learns else 1, np.uint64),
         "hand": np.zeros(3, np.int64),
-        "nk": np.zeros(NOTES, np.uint64),
-        "nc": np.zeros(NOTES, np.int32),
+        "nk": np.zeros((NOTES, 2), np.uint64),
+        "ne": np.zeros(NOTES, np.int32),
         **new_shadows(sizes, learns),
     }
 

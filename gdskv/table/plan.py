@@ -723,8 +723,6 @@ def ask_only(a: Arrays, keys: np.ndarray, n: int, ents: np.ndarray, tiers: np.nd
     result[0] = not again(a, keys, n)
     if result[0]:
         ask(a, keys, n, ents, found)
-        for i in range(found):
-            byvalue.place_again(a, ents[i])
     return found
 
 

@@ -277,8 +277,8 @@ HANDLE = Handle(
         Field("be", np.int32, (LENGTH, learned.BINS, 2)),
         Field("bb", np.uint64, (LENGTH,)),
         Field("hand", np.int64, (3,)),
-        Field("nk", np.uint64, (learned.NOTES,)),
-        Field("nc", np.int32, (learned.NOTES,)),
+        Field("nk", np.uint64, (learned.NOTES, 2)),
+        Field("ne", np.int32, (learned.NOTES,)),
         Field("sm", np.int64, (LENGTH, learned.S_SIZE)),
         Field("sb", learned.SHADOW, (LENGTH,)),
         Field("se", np.int32, (LENGTH, learned.BINS + 1, 2)),
@@ -334,8 +334,8 @@ class Arrays:
     be: NDArray[np.int32]  # lists by value: [tier and list, bin, head or tail]
     bb: NDArray[np.uint64]  # [tier and list]: bins that are not empty
     hand: NDArray[np.int64]  # per tier: slot whose value was looked at last
-    nk: NDArray[np.uint64]  # notes: hashes of keys that were asked
-    nc: NDArray[np.int32]  # uses of those that are not there << 8 | class
+    nk: NDArray[np.uint64]  # notes: keys of the last request, from which is still to be learned
+    ne: NDArray[np.int32]  # scratch beside them: their entries
     sm: NDArray[np.int64]  # of each shadow: scalars
     sb: NDArray[Any]  # SHADOW, one shadow after the other
     se: NDArray[np.int32]  # [shadow, list, head or tail]

@@ -55,6 +55,7 @@ def warm(result: np.dtype[np.void]) -> None:
     table = BlockTable(0, 2, 4, transfers=64)
     table.store(keys, addresses, priority, ttl, False, 0)
     table.ask(keys)
+    table.learned()
     entries, tiers, held = table.find(keys)
     table.load(entries, tiers, held, addresses[: len(held)], 1)
     table.leave(tiers, held)
