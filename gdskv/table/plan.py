@@ -10,7 +10,7 @@ import numpy as np
 
 from gdskv._jit import jit
 
-from . import budget, byvalue, entries, index, order, slots
+from . import budget, byvalue, entries, index, learn, order, slots
 from .asked import again, ask, catch_up, class_made
 from .learned import ASKED, REFUSE, REFUSE_SPILL
 from .moves import issue
@@ -90,6 +90,7 @@ from .state import (
 OK, NO_SLOTS, NO_TRANSFERS = 0, 1, 2
 NOT_THESE = -1  # commit: this, less the index of the block whose slot holds other content
 _NO_ADDRESS = np.uint64(0)
+SOON = 8  # blocks from one that leaves to that for which memory is asked meanwhile
 PASS_OVER = 256  # blocks of closed directories that a call looks at in search of one that makes room
 
 
@@ -202,6 +203,14 @@ def _unpop(a: Arrays, t: int, n: int) -> None:
     p = a.e[n].parent
     if p != NONE:
         a.l[p].kids[t] += 1
+
+
+@jit(inline="always")
+def _expect_to_go(a: Arrays, n: int) -> None:
+    """Entry `n` is about to leave the last tier: have what it is taken out of fetched meanwhile."""
+    if a.e[n].slot[DISK] == NONE:
+        index.expect(a, a.e[n].k0)
+        learn.expect(a, a.e[n].k0)
 
 
 @jit
@@ -344,6 +353,8 @@ def _host_room(a: Arrays, want: int, clean_later: bool) -> int:
                 a.c[C_DROPPED_UNWORTHY] += 1
     _to_disk(a, m)
     for i in range(free, got):
+        if i + SOON < got:
+            _expect_to_go(a, a.s[a.tmp[1, i + SOON]].entry)
         _take_leave(a, HOST, a.s[a.tmp[1, i]].entry)
     a.c[C_EVICTED + HOST] += got - free
     if got > free:
@@ -459,8 +470,8 @@ def _device_room(a: Arrays, want: int) -> bool:
                 a.c[C_DROPPED_UNWORTHY] += 1
     _to_disk(a, m)
     for i in range(free + there, want):
-        if i + index.AHEAD < want:
-            index.expect(a, a.e[a.s[a.tmp[0, i + index.AHEAD]].entry].k0)
+        if i + SOON < want:
+            _expect_to_go(a, a.s[a.tmp[0, i + SOON]].entry)
         _take_leave(a, DEVICE, a.s[a.tmp[0, i]].entry)
     a.c[C_EVICTED + DEVICE] += want - free
     return True
