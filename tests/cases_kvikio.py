@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -113,6 +114,55 @@ def test_neighbours_move_as_one_extent(engine, memory, where):  # noqa: F811
     assert engine.counters()["read_calls_kvikio_compat"] == (3 if where == "host" else 1)
     assert engine.counters()["read_bytes_kvikio_compat"] == 4 * PAGE
     assert engine.counters()["read_bytes_kvikio_direct"] == 0
+
+
+class Tasks:
+    """KvikIO's file, and the bytes that it was told to give to a thread of each call."""
+
+    def __init__(self, file: Any) -> None:
+        self.of, self._file = [], file  # type: list[int], Any
+
+    def pread(self, buffer: Any, length: int, offset: int, task: int) -> Any:
+        self.of.append(task)
+        return self._file.pread(buffer, length, offset, task)
+
+    def pwrite(self, buffer: Any, length: int, offset: int, task: int) -> Any:
+        self.of.append(task)
+        return self._file.pwrite(buffer, length, offset, task)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_an_extent_is_cut_while_threads_would_idle(engine, memory, where):  # noqa: F811
+    tasks = engine._files[0] = Tasks(engine._files[0])
+    before = memory.array.copy()
+    crc = crc32c.crc32c(before[: 500 * PAGE].tobytes())
+    batch = transfers(WRITE, memory, [0])
+    batch["length"] = 500 * PAGE  # in three pieces, the last of which is shorter
+    engine.submit(batch)
+    assert [(r["moved"], r["crc"]) for r in drain(engine)] == [(500 * PAGE, crc)]
+    batch["op"] = READ
+    memory.array[:] = 0
+    engine.submit(batch)
+    assert [(r["moved"], r["crc"]) for r in drain(engine)] == [(500 * PAGE, crc)]
+    assert np.array_equal(memory.array[: 500 * PAGE], before[: 500 * PAGE])
+    assert tasks.of == [167 * PAGE] * 2
+    engine.submit(transfers(READ, memory, [p for p in range(512) if p % 128 < 127]))  # four extents that end apart
+    assert {r["moved"] for r in drain(engine)} == {PAGE}
+    assert tasks.of[2:] == [127 * PAGE] * 4  # below a megabyte there is nothing to cut
+
+
+def test_a_cut_extent_whose_end_is_missing_is_short_there_alone(slab, memory, where, driver):  # noqa: F811
+    engine = KvikioEngine([slab(pages=450)._replace(size=1024 * PAGE)])
+    engine.submit(transfers(WRITE, memory, list(range(450))))
+    drain(engine)
+    tasks = engine._files[0] = Tasks(engine._files[0])
+    engine.submit(transfers(READ, memory, list(range(512))))
+    results = moved(drain(engine))
+    assert tasks.of[0] == 128 * PAGE
+    assert [results[i] for i in range(512)] == [PAGE] * 450 + [0] * 62
+    assert engine.close(5)
 
 
 def test_a_transfer_longer_than_the_buffers_is_refused_on_a_gpu(slab, memory, where, driver):  # noqa: F811

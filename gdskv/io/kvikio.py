@@ -40,11 +40,18 @@ _TRANSFERS, _CALLS, _BYTES, _ERRORS, _SHORT = range(5)
 _QUIET = 0.1  # seconds without a read after which writes have the drive for themselves
 _READS_A_WRITE = 4  # as the POSIX engine: beside reads one write, and one more for every four reads
 _SPARE = 4  # buffers of a lane and direction beyond one a thread: of what is filled, checked or copied meanwhile
+_PIECES = 4  # tasks that an extent is cut into at most, each of `_LEAST` bytes or more
+_LEAST = 512 << 10
 _COPIES = 16  # copies to, from or between device memories at a time
 
 
+def _pieces(threads: int, out: int) -> int:
+    """Tasks of the last of `out` extents in flight: more than one where there are so few that threads would idle."""
+    return max(1, min(_PIECES, threads // max(1, out)))
+
+
 class KvikioEngine:
-    """Moves bytes with KvikIO: one ``CuFile`` per slab for life, one task per extent.
+    """Moves bytes with KvikIO: one ``CuFile`` per slab for life, one task per extent while threads are short.
 
     A lane hands over as many reads and writes as it has threads and keeps the rest, so nothing waits inside KvikIO:
     what is kept can be cancelled, and a read never stands behind a write. Slabs that hold records, transfers that are
@@ -113,7 +120,8 @@ class KvikioEngine:
         self._memory = np.array(device_memory, np.int64).reshape(-1, 2)
         self._unchecked = range(unchecked[0], sum(unchecked))
         self._largest = max(max_extent, largest)
-        configure(self._lanes * sum(self._most), self._largest, any(s.direct for s in slabs))
+        tasks = sum(_pieces(n, out) for n in self._most for out in range(1, n + 1))  # the n-th came when n were out
+        configure(self._lanes * tasks, self._largest, any(s.direct for s in slabs))
         self._files = [open_file(slab) for slab in slabs]
         self._plain = PosixEngine(
             [*slabs, *records],
@@ -350,9 +358,17 @@ class KvikioEngine:
         file, buffer = self._files[extent.slab], Buffer(address, extent.length)
         call = file.pread if extent.op == READ else file.pwrite
         try:
-            extent.future = call(buffer, extent.length, extent.offset, extent.length)
+            extent.future = call(buffer, extent.length, extent.offset, self._task(extent))
         except Exception as error:  # KvikIO raises what its C++ throws: RuntimeError, mostly
             extent.future = error
+
+    def _task(self, extent: Extent) -> int:
+        """Bytes of an extent that one of KvikIO's threads moves. cuFile gets whole extents."""
+        out = len(self._out[extent.rows[0].queue])
+        pieces = min(_pieces(self._most[extent.op], out), extent.length // _LEAST)
+        if pieces < 2 or self._direct[extent.slab]:
+            return extent.length
+        return -(-extent.length // (pieces * ALIGNMENT)) * ALIGNMENT
 
     def _pass_on(self, extents: queue.SimpleQueue[Extent | None]) -> None:
         while (extent := extents.get()) is not None:
