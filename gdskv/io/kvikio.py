@@ -364,10 +364,10 @@ class KvikioEngine:
 
     def _task(self, extent: Extent) -> int:
         """Bytes of an extent that one of KvikIO's threads moves. cuFile gets whole extents."""
-        out = len(self._out[extent.rows[0].queue])
-        pieces = min(_pieces(self._most[extent.op], out), extent.length // _LEAST)
-        if pieces < 2 or self._direct[extent.slab]:
+        if self._direct[extent.slab]:
             return extent.length
+        out = len(self._out[extent.rows[0].queue])
+        pieces = max(1, min(_pieces(self._most[extent.op], out), extent.length // _LEAST))
         return -(-extent.length // (pieces * ALIGNMENT)) * ALIGNMENT
 
     def _pass_on(self, extents: queue.SimpleQueue[Extent | None]) -> None:

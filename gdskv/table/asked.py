@@ -1,6 +1,7 @@
 """A request has asked for a chain of keys: what is learned from it, what its blocks are worth from now on.
 
-Called once a request, before its blocks are touched. Changes no tier; what it costs is bounded by the chain's length.
+Noted once a request, before its blocks are touched; taken up before the next decision. Changes no tier; what it
+costs is bounded by the chain's length.
 """
 
 from __future__ import annotations
